@@ -23,90 +23,80 @@ Kinds: `matmul` is `dot_general` (torch: `mm`, `bmm`). `relu` is a `maximum`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-
-JAX_VERSION = "0.10.2"
 
 
 @dataclass(frozen=True)
 class Row:
     """One program under one policy.
 
-    Attributes:
-        function: the key in `remat_functions.PROGRAMS`.
-        policies: one policy per level of regions, outermost first: `none`, a name out of `jax.checkpoint_policies`, or
-            `only a,b` for `save_only_these_names("a", "b")`.
-        kept: the number of values saved between forward and backward that aren't arguments.
-        again: by kind of operation, how often the backward recomputes it, without the derivative's own operations.
+    A policy is `none`, a name out of `jax.checkpoint_policies`, or `only a,b` for `save_only_these_names("a", "b")`.
     """
 
-    function: str
-    policies: tuple[str, ...]
+    function: str  # the key in `remat_functions.PROGRAMS`
+    policies: tuple[str, ...]  # one for each level of regions, outermost first
     kept: int
-    again: dict[str, int]
+    again: dict[str, int]  # by kind of operation
 
 
-def rows(table: str) -> Iterator[Row]:
+def rows(table: str) -> list[Row]:
     """The rows of a table. A line has a function, and policies with the values kept and the operations repeated."""
+    found = []
     for line in table.strip().splitlines():
         function, _, entries = line.strip().partition(": ")
         for entry in entries.split(" | "):
             policies, kept, *again = entry.split()
             counts = {kind: int(count) for kind, count in zip(again[::2], again[1::2])}
-            yield Row(function, tuple(policies.replace(":", " ").split("/")), int(kept), counts)
+            found.append(Row(function, tuple(policies.replace(":", " ").split("/")), int(kept), counts))
+    return found
 
 
-ROWS = [
-    *rows("""
-        sin_sin: none 0 sin 1 | everything_saveable 2 sin 0
-        three: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0 | only:a 1 sin 1 matmul 3
-        three: only:b 1 sin 1 matmul 3 | only:c 0 sin 2 matmul 3 | only:a,b 2 sin 0 matmul 3
-        three: only:a,c 1 sin 1 matmul 3 | only:b,c 1 sin 1 matmul 3 | only:a,b,c 2 sin 0 matmul 3
-        three_pre: none 0 sin 2 matmul 3 | only:a 1 sin 2 matmul 2 | only:b 1 sin 2 matmul 2 | only:c 1 sin 2 matmul 2
-        three_pre: only:a,b 2 sin 2 matmul 1 | only:a,c 2 sin 2 matmul 1 | only:b,c 2 sin 2 matmul 1
-        three_pre: only:a,b,c 3 sin 2 matmul 0
-        three_each: none 2 sin 0 matmul 3 | dots_saveable 5 sin 0 matmul 0
-        block: none 0 sin 1 exp 1 matmul 7 | dots_saveable 7 sin 1 exp 1 matmul 0 | only:q,k,v 3 sin 1 exp 1 matmul 4
-        block: only:mid 1 sin 1 exp 1 matmul 6 | only:o 1 sin 1 exp 1 matmul 6 | only:hidden 1 sin 0 exp 1 matmul 7
-        exp_named: none 0 sin 2 exp 1 | only:n 1 sin 2 exp 1
-        nested_3_0: none/none 0 sin 4 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
-        nested_3_0: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
-        nested_2_1: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
-        nested_2_1: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
-        nested_1_2: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
-        nested_1_2: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
-        nested_0_3: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
-        nested_0_3: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
-        pair_first: none 0 sin 0
-        pair: none 0 sin 1
-        dead_linear: none 0 sin 1 matmul 0 | dots_saveable 0 sin 1 matmul 0
-        named_linear: none 0 sin 1 matmul 2 | only:m 1 sin 1 matmul 1
-        mlp_maximum: none 0 tanh 1 maximum 1 matmul 2 | only:h 1 tanh 1 maximum 1 matmul 2
-        mlp_relu: none 0 tanh 1 maximum 1 matmul 2 | only:h 1 tanh 1 maximum 1 matmul 2
-        square_sin: none 0 sin 0 mul 1
-        exp_exp: none 0 exp 2 | everything_saveable 2 exp 0
-        vmap_x: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
-        vmap_x: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
-        vmap_all: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
-        vmap_all: dots_with_no_batch_dims_saveable 0 sin 2 matmul 3
-        in_vmap_x: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
-        in_vmap_x: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
-        in_vmap_all: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
-        in_vmap_all: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
-        loop_each: none 3 tanh 4 matmul 4 | dots_saveable 7 tanh 4 matmul 0 | only:h 3 tanh 4 matmul 4
-        loop: none 0 tanh 4 matmul 4 | dots_saveable 4 tanh 4 matmul 0 | only:h 3 tanh 4 matmul 4
-    """)
-]
-NAMED_RESULT = [
-    *rows("""
-        exp_named: only:n 1 sin 1 exp 0
-        mlp_relu: only:h 1 tanh 1 maximum 0 matmul 1
-        loop_each: only:h 4 tanh 0 matmul 0
-        loop: only:h 4 tanh 0 matmul 0
-    """)
-]
+ROWS = rows("""
+    sin_sin: none 0 sin 1 | everything_saveable 2 sin 0
+    three: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0 | only:a 1 sin 1 matmul 3
+    three: only:b 1 sin 1 matmul 3 | only:c 0 sin 2 matmul 3 | only:a,b 2 sin 0 matmul 3
+    three: only:a,c 1 sin 1 matmul 3 | only:b,c 1 sin 1 matmul 3 | only:a,b,c 2 sin 0 matmul 3
+    three_pre: none 0 sin 2 matmul 3 | only:a 1 sin 2 matmul 2 | only:b 1 sin 2 matmul 2 | only:c 1 sin 2 matmul 2
+    three_pre: only:a,b 2 sin 2 matmul 1 | only:a,c 2 sin 2 matmul 1 | only:b,c 2 sin 2 matmul 1
+    three_pre: only:a,b,c 3 sin 2 matmul 0
+    three_each: none 2 sin 0 matmul 3 | dots_saveable 5 sin 0 matmul 0
+    block: none 0 sin 1 exp 1 matmul 7 | dots_saveable 7 sin 1 exp 1 matmul 0 | only:q,k,v 3 sin 1 exp 1 matmul 4
+    block: only:mid 1 sin 1 exp 1 matmul 6 | only:o 1 sin 1 exp 1 matmul 6 | only:hidden 1 sin 0 exp 1 matmul 7
+    exp_named: none 0 sin 2 exp 1 | only:n 1 sin 2 exp 1
+    nested_3_0: none/none 0 sin 4 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+    nested_3_0: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+    nested_2_1: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+    nested_2_1: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+    nested_1_2: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+    nested_1_2: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+    nested_0_3: none/none 0 sin 5 | everything_saveable/none 5 sin 0 | none/everything_saveable 0 sin 4
+    nested_0_3: only:n/none 1 sin 3 | none/only:n 0 sin 4 | only:n/only:n 1 sin 3
+    pair_first: none 0 sin 0
+    pair: none 0 sin 1
+    dead_linear: none 0 sin 1 matmul 0 | dots_saveable 0 sin 1 matmul 0
+    named_linear: none 0 sin 1 matmul 2 | only:m 1 sin 1 matmul 1
+    mlp_maximum: none 0 tanh 1 maximum 1 matmul 2 | only:h 1 tanh 1 maximum 1 matmul 2
+    mlp_relu: none 0 tanh 1 maximum 1 matmul 2 | only:h 1 tanh 1 maximum 1 matmul 2
+    square_sin: none 0 sin 0 mul 1
+    exp_exp: none 0 exp 2 | everything_saveable 2 exp 0
+    vmap_x: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+    vmap_x: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
+    vmap_all: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+    vmap_all: dots_with_no_batch_dims_saveable 0 sin 2 matmul 3
+    in_vmap_x: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+    in_vmap_x: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
+    in_vmap_all: none 0 sin 2 matmul 3 | dots_saveable 3 sin 2 matmul 0
+    in_vmap_all: dots_with_no_batch_dims_saveable 3 sin 2 matmul 0
+    loop_each: none 3 tanh 4 matmul 4 | dots_saveable 7 tanh 4 matmul 0 | only:h 3 tanh 4 matmul 4
+    loop: none 0 tanh 4 matmul 4 | dots_saveable 4 tanh 4 matmul 0 | only:h 3 tanh 4 matmul 4
+""")
+NAMED_RESULT = rows("""
+    exp_named: only:n 1 sin 1 exp 0
+    mlp_relu: only:h 1 tanh 1 maximum 0 matmul 1
+    loop_each: only:h 4 tanh 0 matmul 0
+    loop: only:h 4 tanh 0 matmul 0
+""")
 
 # The sines in the backward of three programs with results that no derivative needs: `detached`, `both_results` and
-# `one_result_of_each_call` in `tests/policy/test_policy_rules.py`.
+# `one_result_of_each_call` in `tests/selective/test_policy_rules.py`.
 SINES = (2, 1, 1)

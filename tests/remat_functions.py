@@ -23,19 +23,12 @@ Fn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Program:
-    """A function with regions, and its arguments.
+    """A function with regions, and its arguments."""
 
-    Attributes:
-        build: makes the function from one wrapper for each level of regions; `wrap(fn)` makes a region of `fn`.
-        args: makes new arguments with the same values in each call; all of them require grad.
-        in_dims: if set, the derivative is computed inside `torch.func.vmap` with these dimensions.
-        data: the position of the input among the arguments; the others are weights.
-    """
-
-    build: Callable[..., Fn]
-    args: Callable[[], tuple[Tensor, ...]]
-    in_dims: tuple[int | None, ...] | None = None
-    data: int = 0
+    build: Callable[..., Fn]  # from one wrapper for each level of regions; `wrap(fn)` makes a region of `fn`
+    args: Callable[[], tuple[Tensor, ...]]  # makes new ones with the same values, all of which require grad
+    in_dims: tuple[int | None, ...] | None = None  # if set, the derivative is computed inside `vmap` with these
+    data: int = 0  # the position of the input among the arguments; the others are weights
 
     def plain_args(self) -> tuple[Tensor, ...]:
         """The arguments for `torch.func`."""
@@ -46,22 +39,17 @@ class Program:
         args = self.plain_args()
         if self.in_dims is not None:
             return args, self.in_dims
-        batched = torch.stack([args[self.data] - i / 7 for i in range(3)])
-        is_data = [i == self.data for i in range(len(args))]
-        return (
-            tuple(batched if this else t for this, t in zip(is_data, args)),
-            tuple(0 if this else None for this in is_data),
-        )
+        batch = list(args)
+        dims: list[int | None] = [None] * len(args)
+        batch[self.data], dims[self.data] = torch.stack([args[self.data] - i / 7 for i in range(3)]), 0
+        return tuple(batch), tuple(dims)
 
 
 def scalars(count: int) -> Callable[[], tuple[Tensor, ...]]:
-    """Make `count` scalars of 0.7."""
     return lambda: tuple(torch.tensor(0.7, dtype=torch.float64, requires_grad=True) for _ in range(count))
 
 
 def matrices(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    """Make random tensors of these shapes."""
-
     def args() -> tuple[Tensor, ...]:
         rng = torch.Generator().manual_seed(0)
         return tuple(torch.randn(s, dtype=torch.float64, generator=rng).requires_grad_() for s in shapes)
@@ -70,12 +58,10 @@ def matrices(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
 
 
 def layer(label: str) -> Fn:
-    """A layer whose result is named."""
     return lambda W, h: name(sin(W @ h), label)
 
 
 def layer_pre(label: str) -> Fn:
-    """A layer whose matmul is named."""
     return lambda W, h: sin(name(W @ h, label))
 
 
@@ -110,17 +96,14 @@ def nested(before: int, after: int) -> Callable[[Fn, Fn], Fn]:
 
 
 def pair(wrap: Fn) -> Fn:
-    """A region with two independent results."""
     return wrap(lambda a, b: (sin(a), sin(sin(b))))
 
 
 def named_linear(wrap: Fn) -> Fn:
-    """A matmul that only a named sum reads."""
     return wrap(lambda x, W1, W2: sin(sin(name(x + x @ W1, "m")) @ W2))
 
 
 def mlp(activation: Fn) -> Callable[[Fn], Fn]:
-    """Three matmuls, where the result of the first activation is named."""
     return lambda wrap: wrap(lambda x, W1, W2, W3: tanh(name(activation(x @ W1), "h") @ W2) @ W3)
 
 
