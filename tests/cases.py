@@ -26,32 +26,19 @@ from remat._core import trees
 
 @dataclass(frozen=True)
 class Case:
-    """A function and its arguments.
-
-    `make_args` makes new arguments with the same values in each call; the differentiable ones require grad.
-
-    Attributes:
-        captured: tensors that `fn` captures; parameters among them require grad.
-        func: `torch.func.grad`, `vjp` and `jacrev` work.
-        jvp: forward mode works, with `torch.func.jvp` and with `torch.autograd.forward_ad`.
-        vmap: `torch.func.vmap` over the differentiable arguments works, with `randomness="different"`.
-        double: the gradient can be differentiated again.
-        jacobian: `torch.func.jacrev` and `jacfwd` work, where `func` and `jvp` do.
-        random: the result depends on a random generator.
-        stateful: captured tensors or arguments change.
-    """
+    """A function and its arguments."""
 
     name: str
     fn: Callable[..., Any]
-    make_args: Callable[[], tuple]
-    captured: tuple[Tensor, ...] = ()
-    func: bool = True
-    jvp: bool = True
-    vmap: bool = True
-    double: bool = True
-    jacobian: bool = True
-    random: bool = False
-    stateful: bool = False
+    make_args: Callable[[], tuple]  # new ones with the same values in each call; the differentiable ones require grad
+    captured: tuple[Tensor, ...] = ()  # tensors that `fn` captures; parameters among them require grad
+    func: bool = True  # `torch.func.grad`, `vjp` and `jacrev` work
+    jvp: bool = True  # forward mode works, with `torch.func.jvp` and with `torch.autograd.forward_ad`
+    vmap: bool = True  # `vmap` over the differentiable arguments works, with `randomness="different"`
+    double: bool = True  # the gradient can be differentiated again
+    jacobian: bool = True  # `torch.func.jacrev` and `jacfwd` work, where `func` and `jvp` do
+    random: bool = False  # the result depends on a random generator
+    stateful: bool = False  # captured tensors or arguments change
 
     def inputs(self, args: tuple) -> list[Tensor]:
         """The differentiable arguments and captured parameters, each once."""
@@ -62,12 +49,11 @@ class Case:
     def state(self) -> Iterator[None]:
         """Seed the generator on entry; restore it and the values of captured tensors on exit."""
         before = [t.detach().clone() for t in self.captured]
-        rng = torch.get_rng_state()
-        torch.manual_seed(1)
         try:
-            yield
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(1)
+                yield
         finally:
-            torch.set_rng_state(rng)
             with torch.no_grad():
                 for tensor, value in zip(self.captured, before):
                     if not torch.equal(tensor, value):
@@ -106,22 +92,18 @@ def total(tree: Any) -> Tensor:
 
 
 def copied(leaf: Any) -> Any:
-    """A copy of a tensor; any other object itself."""
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
 def is_differentiable(leaf: Any) -> bool:
-    """Whether `leaf` is a tensor that requires grad."""
     return isinstance(leaf, Tensor) and leaf.requires_grad
 
 
 def tensor_leaves(tree: Any) -> list[Tensor]:
-    """The tensors of a tree."""
     return [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 def differentiable_leaves(tree: Any) -> list[Tensor]:
-    """The tensors of a tree that require grad."""
     return [leaf for leaf in trees.flatten(tree)[0] if is_differentiable(leaf)]
 
 
@@ -148,8 +130,6 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
-    """`fn` applied `count` times."""
-
     def call(x: Tensor) -> Tensor:
         for _ in range(count):
             x = fn(x)
@@ -160,7 +140,6 @@ def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], T
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Another default dtype inside the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
