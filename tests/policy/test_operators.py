@@ -110,16 +110,15 @@ def test_fused_attention_is_seen(options: dict, dtype: torch.dtype) -> None:
     assert kept(ATTENTION, vmap(f), torch.stack([x, x])) == [kernel] * 2
 
 
-@pytest.mark.parametrize("how", ["backend", "dropout", "mask with gradient"])
-def test_attention_without_a_kernel_is_batched_products(how: str) -> None:
-    def f(x: Tensor) -> Tensor:
-        if how == "backend":
-            with sdpa_kernel(SDPBackend.MATH):
-                return F.scaled_dot_product_attention(x, x, x)
-        if how == "dropout":
-            return F.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
-        return F.scaled_dot_product_attention(x, x, x, attn_mask=rand(3, 3))
+WITHOUT_KERNEL = {
+    "backend": sdpa_kernel(SDPBackend.MATH)(lambda x: F.scaled_dot_product_attention(x, x, x)),
+    "dropout": lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
+    "mask with gradient": lambda x: F.scaled_dot_product_attention(x, x, x, attn_mask=rand(3, 3)),
+}
 
+
+@pytest.mark.parametrize("f", WITHOUT_KERNEL.values(), ids=WITHOUT_KERNEL)
+def test_attention_without_a_kernel_is_batched_products(f: Callable) -> None:
     x = rand(2, 2, 3, 4)
     assert count_ops(f, x)["aten.bmm"] == 2
     assert [kept(policy, f, x) for policy in (ATTENTION, MATMULS, WITHOUT_BATCH)] == [[], ["bmm", "bmm"], []]

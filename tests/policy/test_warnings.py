@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import pickle
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -45,9 +45,7 @@ def backward(fn: Callable, *args: Any) -> Callable[[], None]:
 
 def here() -> int:
     """The line number of the caller."""
-    frame = inspect.currentframe()
-    assert frame is not None and frame.f_back is not None
-    return frame.f_back.f_lineno
+    return sys._getframe(1).f_lineno
 
 
 def test_the_first_backward_warns_once_at_the_line_that_called_the_region() -> None:
