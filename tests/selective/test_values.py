@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from cases import assert_same, rand
 from torch import Tensor
 
-from remat import RematWarning, policies, remat
+from remat import policies, remat
 from remat._core.known import known_of
 from remat._selective.program import Skip
 from remat._selective.values import Layout, place_of
@@ -65,16 +64,6 @@ def test_constants_of_another_kind_are_another_operation() -> None:
     ):
         x = rand(3)
         assert_same(torch.autograd.grad(remat(f, policy=policy)(x).sum(), x), torch.autograd.grad(f(x).sum(), x))
-
-
-def test_a_policy_in_a_region_without_one_warns_once() -> None:
-    inner = remat(lambda x: (x @ x).sin(), policy=policies.save_matmuls)
-    outer = remat(lambda x: inner(x).cos())
-    with pytest.warns(RematWarning, match="A region with a policy is inside of a region without one"):
-        outer(rand(3, 3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        outer(rand(3, 3))
 
 
 def test_values_that_are_computed_alike_are_overwritten_together() -> None:
