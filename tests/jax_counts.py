@@ -9,14 +9,9 @@ Measured with jax 0.10.2 on the CPU, in float64, for the same functions written 
   less those of the same function without `jax.checkpoint`, which belong to the derivative itself. A jaxpr of forward
   and backward together has the same figures. XLA is not involved.
 
-Where torch's derivatives read other values than JAX's, other figures are right:
-
-- JAX saves cosines where torch saves the argument of `sin`, so that under `everything_saveable` it counts one value
-  more for a chain of sines.
-- The derivative of `jnp.maximum` reads its result, that of `torch.maximum` doesn't.
-- A name is an operation of its own in JAX. The derivatives of `exp`, `tanh` and the `relu` here read the result
-  *before* it was named, so saving the named value doesn't spare them. `NAMED_RESULT` has the figures for derivative
-  rules that read the named value (written with `jax.custom_jvp`), for the rows where they differ.
+A name is an operation of its own in JAX. The derivatives of `exp`, `tanh` and the `relu` here read the result *before*
+it was named, so saving the named value doesn't spare them. `NAMED_RESULT` has the figures for derivative rules that
+read the named value (written with `jax.custom_jvp`), for the rows where they differ.
 
 Kinds: `matmul` is `dot_general` (torch: `mm`, `bmm`). `relu` is a `maximum`.
 """

@@ -26,13 +26,11 @@ SEEDS = [
 ]  # fmt: skip
 
 
-FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-
-
 class Allocated(ctypes.Structure):
     """What glibc's `mallinfo2` returns: it sees tensors that only C++ refers to."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in FIELDS.split(" ")]
+    NAMES = "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in NAMES]
 
 
 LIBC = ctypes.CDLL(None)

@@ -25,18 +25,13 @@ def imported(name: str, path: Path) -> set[str]:
     """The modules of the package that a module imports, also inside functions and for types only."""
     inside = name if path.name == "__init__.py" else name.rpartition(".")[0]
     found = set()
-
-    def visit(node: ast.AST) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             above = inside.split(".")[: inside.count(".") + 2 - node.level] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])
             found.update(f"{base}.{alias.name}" if f"{base}.{alias.name}" in MODULES else base for alias in node.names)
         elif isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
-        for child in ast.iter_child_nodes(node):
-            visit(child)
-
-    visit(ast.parse(path.read_text()))
     return {module for module in found if module in MODULES and module != name}
 
 
