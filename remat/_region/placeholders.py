@@ -94,18 +94,12 @@ class Placeholders:
 
     def mark(self, result: Any) -> Any:
         """Make the placeholders in a result `Placeholder`s, which notice when torch exposes their memory."""
-        if isinstance(result, torch.Tensor):
-            return self._marked(result) if self._storages and self.has(result) else result
         if type(result) in (tuple, list):
             return type(result)(map(self.mark, result))
+        if type(result) is torch.Tensor and self._storages and self.has(result):  # a FakeTensor has no data to expose
+            result = as_subclass(Placeholder, result)
+            result.placeholders = weakref.ref(self)
         return result
-
-    def _marked(self, tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) is not torch.Tensor:
-            return tensor  # a FakeTensor has no data to expose
-        marked = as_subclass(Placeholder, tensor)
-        marked.placeholders = weakref.ref(self)
-        return marked
 
 
 class Placeholder(torch.Tensor):

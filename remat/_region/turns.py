@@ -39,15 +39,11 @@ class turn:
 
 
 def _wait() -> bool:
-    while not _holder_runs_a_backward():
+    """Wait for the lock, unless its holder runs a backward pass. Return whether this thread has it."""
+    while True:
+        if (holder := _holder) is not None:
+            thread, start = holder
+            if nearest_engine_call(sys._current_frames().get(thread), within=start) is not None:
+                return False
         if _lock.acquire(timeout=0.01):
             return True
-    return False
-
-
-def _holder_runs_a_backward() -> bool:
-    holder = _holder
-    if holder is None:
-        return False
-    thread, start = holder
-    return nearest_engine_call(sys._current_frames().get(thread), within=start) is not None
