@@ -73,8 +73,7 @@ class Frame:
         close(self.operands, self.captured_inputs)
         self.captured_inputs.forget_histories()
         if recorder is not None:
-            self.record = recorder.close(trees.flatten(result)[0])
-            self.region.root.remember(self.record)
+            self.record = self.region.root.record = recorder.close(trees.flatten(result)[0])
 
     @property
     def is_noted(self) -> bool:
@@ -135,7 +134,7 @@ class Frame:
     def on_inner_backward(self) -> None:
         if not self.inside:
             self.inside = True
-            self.captured_inputs.note_inner_backward()
+            self.captured_inputs.accumulated = True
             if (around := of_region(self.outer)) is not None:
                 around.on_inner_backward()
 

@@ -20,10 +20,10 @@ from .._region.arguments import take_apart
 from .._region.around import Around, RegionHooks, of_region
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS
-from .._region.guards import Guard, Guards, Held, View
+from .._region.guards import Guard, Guards, Held
 from .._region.hooks import Packed, hooks_allowed, is_hooks_refusal
 from .._region.options import Options
-from .._region.region import FirstRun, Region, Run
+from .._region.region import Region, Run
 from .._selective.recorder import recorder_for
 from .frame import Frame
 from .operation_log import OpLog
@@ -43,7 +43,7 @@ def call(fn: Callable, options: Options, known: Known, around: Around, args: Any
     region = Region(fn, arguments, tensors, options, known, around)
     try:
         region.open(around=around)
-        run = FirstRun(recorder_for(region), log=OpLog() if options.debug else None)
+        run = Run(OpLog() if options.debug else None, recorder_for(region))
         frame = Frame(region, operands, region.inputs.captured, around.hooks, run, options.read_inside)
         try:
             return Saver(frame, run).run(region.first, args, kwargs)
@@ -128,7 +128,7 @@ class Saver(RegionHooks):
         """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""
         if base is not None and (guard := self._known.get(id(base))) is not None:
             shares = guard.packed is None and guard.dual is None
-            return View(tensor, guard) if shares else None
+            return Held(alias(tensor), guard) if shares else None
         if node is None:
             return Held(tensor) if tensor.requires_grad else None
         if not self._is_older(node):

@@ -21,7 +21,7 @@ from .._engine.operation_log import OpLog
 from .._region.around import Around
 from .._region.guards import CHANGED, NO_GUARDS, Guards, close
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
-from .._region.region import FirstRun, Run
+from .._region.region import Run
 from .._selective.replay import Recompute
 from ..errors import MutationError
 from .derived import Batched, BatchedPullback, Jvp, Pull, Pullback, Tensors, gradients
@@ -101,7 +101,7 @@ class Call:
     def _first_under_hooks(self, region: Any, inputs: Tensors) -> list:
         check_hooks_are_allowed()
         root = region.root
-        run = FirstRun(self.recorder, self.watch, OpLog() if root.options.debug else None)
+        run = Run(OpLog() if root.options.debug else None, self.recorder, self.watch)
         try:
             return _run(region, inputs, self.guards, root.inputs.captured, run, root.options.read_inside)
         except RuntimeError as error:
@@ -111,10 +111,10 @@ class Call:
 
     def _first_without_hooks(self, region: Any, inputs: Tensors, differentiated: bool) -> list:
         root, recorder = region.root, self.recorder if differentiated else None
-        outs = region.run(inputs, FirstRun(recorder, self.watch))
+        outs = region.run(inputs, Run(None, recorder, self.watch))
         close(self.guards, root.inputs.captured)
         if recorder is not None:
-            root.remember(recorder.close(outs))
+            root.record = recorder.close(outs)
         return outs
 
     def _again(self, region: Any, operands: Tensors, recorded: bool) -> list:

@@ -50,19 +50,10 @@ class Arguments:
         return "argument " + (f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}")
 
 
-class Positional(Arguments):
-    """Positional arguments that are all tensors, without duplicates. Calls with the same number share one instance."""
-
-    __slots__ = ()
-
-    def __init__(self, count: int) -> None:
-        super().__init__(trees.flatten(((0,) * count, {}))[1], (None,) * count, [(i, i) for i in range(count)])
-
-    def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
-        return operands[: len(self.leaves)], {}
-
-
-_positional = functools.lru_cache(128)(Positional)
+@functools.lru_cache(128)
+def _positional(count: int) -> Arguments:
+    """Positional arguments that are all tensors, without duplicates."""
+    return Arguments(trees.flatten(((0,) * count, {}))[1], (None,) * count, [(i, i) for i in range(count)])
 
 
 def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]]:
@@ -95,8 +86,9 @@ class Outputs:
 
     __slots__ = ("entries", "options", "prints", "spec")
 
-    def __init__(self, options: Any, spec: Any = None) -> None:
-        self.options, self.spec = options, spec
+    def __init__(self, options: Any) -> None:
+        self.options = options
+        self.spec: Any = None
         self.entries: Sequence[tuple[str, Any]] = ()
         self.prints: Sequence[Any] = ()
 

@@ -21,7 +21,7 @@ from .._core.devices import is_capturing
 from .._core.facts import tensors as tensors_in
 from .._core.host_memory import Group, Offloaded
 from .._core.state import alias, own_work, state, unseen
-from .._core.tensors import copied, holder, is_dense, is_dual, is_in_graph, lift, parts, span
+from .._core.tensors import copied, holder, is_dual, is_in_graph, lift, parts, span
 from ..errors import MutationError
 from .fingerprints import bits, checksum, fingerprint
 from .hooks import Hooks, Packed, drop_gradient_hooks
@@ -33,12 +33,16 @@ COPY_LARGER_BYTES = 1024 * 1024
 
 
 class Held:
-    """A tensor that autograd saves as it is: it exists without the region. It must not be changed."""
+    """A tensor that autograd saves as it is, since it exists without the region. It must not be changed.
 
-    __slots__ = ("tensor", "version")
+    It may be a view of a guarded tensor, its ``base``: that takes no memory.
+    """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    __slots__ = ("base", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, base: Guard | None = None) -> None:
         self.tensor: Any = tensor
+        self.base = base
         self.version = _version(tensor)
 
     def saved(self) -> torch.Tensor:
@@ -52,23 +56,12 @@ class Held:
         return _version(self.tensor) == self.version
 
     def message(self) -> str:
+        if self.base is not None:
+            return self.base.message()
         return (
             f"A captured tensor, {fingerprint(self.tensor, 'metadata')}, was changed in place after the region's "
             f"forward and before its backward. Change it after the backward, or give the region a copy."
         )
-
-
-class View(Held):
-    """A view of a guarded tensor. It shares that tensor's memory, so to save it takes no memory."""
-
-    __slots__ = ("base",)
-
-    def __init__(self, view: torch.Tensor, base: Guard) -> None:
-        super().__init__(alias(view))
-        self.base = base
-
-    def message(self) -> str:
-        return self.base.message()
 
 
 class Guard(Held):
@@ -114,15 +107,6 @@ class Guard(Held):
     def name(self) -> str:
         return self._name(self._i)
 
-    def hand_over(self, hooks: Hooks, to_region: bool) -> None:
-        """Pass the tensor to the hooks. What they make of it the first time is kept."""
-        packed = Packed(private.unwrap_if_dead(self.tensor), hooks, to_region)
-        self.packed = self.packed or packed
-
-    def forget_history(self) -> None:
-        if self.tensor is not None and not self.leaf:
-            self.tensor = alias(self.tensor)
-
     def close(self) -> bool:
         """End the first run: release what isn't needed, and return whether the region has changed the tensor."""
         changed = not self.is_as_before
@@ -146,12 +130,7 @@ class Guard(Held):
             self._copy = None
         elif tensor.device.type in ("cpu", "meta"):
             self._copy = copy if _may_differ(tensor, copy) else None
-        elif (
-            is_dense(tensor)
-            and not tensor.is_quantized
-            and not isinstance(tensor, private.FakeTensor)
-            and not is_capturing()
-        ):
+        elif not (tensor.is_nested or isinstance(tensor, private.FakeTensor) or is_capturing()):
             self._differs = _Comparison(tensor, copy)
 
     def get(self) -> torch.Tensor:
@@ -246,10 +225,6 @@ class Guards(list[Guard]):
         """Note the gradients now, so that ``close`` can set ``accumulated``."""
         self._grads = self._gradients()
 
-    def note_inner_backward(self) -> None:
-        """Note that a backward pass ran inside the region."""
-        self.accumulated = True
-
     def _gradients(self) -> list[tuple[int, int]]:
         """The identity and version of each leaf's ``.grad``."""
         grads = (t.grad for t in self.tensors if t.requires_grad and t.is_leaf)
@@ -261,7 +236,9 @@ class Guards(list[Guard]):
         Autograd does so with what it saves. ``to_region``: the hooks are those of an outer region.
         """
         for i in uses:
-            self[i].hand_over(hooks, to_region)
+            guard = self[i]
+            packed = Packed(private.unwrap_if_dead(guard.tensor), hooks, to_region)
+            guard.packed = guard.packed or packed  # what they make of it the first time is kept
 
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
@@ -280,7 +257,8 @@ class Guards(list[Guard]):
     def forget_histories(self) -> None:
         """Detach captured tensors: a history may lead to earlier regions, which captured tensors, and so on."""
         for guard in self:
-            guard.forget_history()
+            if guard.tensor is not None and not guard.leaf:
+                guard.tensor = alias(guard.tensor)
 
     def roll_back(self) -> None:
         """Restore values and hooks of tensors that a first run has changed, because that run is abandoned."""
@@ -371,10 +349,8 @@ def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.T
     result = tensor.detach().requires_grad_()
     if leaf:
         return result
-    if leaf is None:
-        with torch.no_grad():
-            return result[...]  # `view_as` would change strides of dimensions of size 1
-    return result[...] if result.layout is torch.strided else result.clone()
+    with torch.set_grad_enabled(leaf is not None):  # `view_as` would change strides of dimensions of size 1
+        return result[...] if result.layout is torch.strided else result.clone()
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -30,21 +30,23 @@ T = TypeVar("T")
 
 
 class Run:
-    """The base class of runs. On its own, a recompute that skips and restores nothing."""
+    """A first run, or a recompute that skips and restores nothing. Subclasses are other recomputes."""
 
-    __slots__ = ("log",)
+    __slots__ = ("log", "recorder", "watch")
 
-    recorder: Any = None  # records the operations of a first run under a policy
     replay: Any = None  # the dispatch mode of a recompute under a policy
-    watch: Any = None  # sees the torch functions that a first run under torch.func calls
     must_restart = False  # it has read a value that it skips
 
-    def __init__(self, log: Any = None) -> None:
+    def __init__(self, log: Any = None, recorder: Any = None, watch: Any = None) -> None:
         self.log = log  # the operation log of ``debug=True``
+        self.recorder = recorder  # records the operations of a first run under a policy
+        self.watch = watch  # sees the torch functions that a first run under torch.func calls
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
-        return None
+        if self.recorder is not None:
+            self.recorder.bind(inputs)
+        return self.recorder
 
     def escaped(self) -> bool:
         """Whether a skipped value is still referenced after the run."""
@@ -53,21 +55,6 @@ class Run:
     def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
         """Recompute, in as many attempts as needed."""
         return go(self)
-
-
-class FirstRun(Run):
-    """A first run."""
-
-    __slots__ = ("recorder", "watch")
-
-    def __init__(self, recorder: Any, watch: Any = None, log: Any = None) -> None:
-        super().__init__(log)
-        self.recorder, self.watch = recorder, watch
-
-    def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
-        if self.recorder is not None:
-            self.recorder.bind(inputs)
-        return self.recorder
 
 
 _on_cpu = attrgetter("is_cpu")
@@ -141,7 +128,7 @@ class Region:
         self.ran = True
         mode = run.mode(self.inputs.with_captured(self.inputs.tensors))
         result = self._called(args, kwargs, mode, run.log, again=False)
-        self.outputs = Outputs(self.options, trees.flatten(result)[1])
+        self.outputs.spec = trees.flatten(result)[1]
         return result
 
     def call_again(self, operands: Sequence[torch.Tensor], run: Run) -> Any:
@@ -173,12 +160,12 @@ class Region:
             mode = run.mode(inputs.with_captured(operands))
             result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=False)
         if any(form_of(operand) != form for operand, form in zip(operands, forms)):
-            raise MutationError(RESHAPED)
+            raise MutationError(
+                "A region under torch.func.jvp changes the shape or strides of an argument or a captured tensor in "
+                "place (`t_`, `squeeze_`, `resize_`), which code outside of it wouldn't see. Use the out-of-place "
+                "operation."
+            )
         return self.outputs.record(result, operands)
-
-    def remember(self, record: Any) -> None:
-        """Set the record of the first run under a policy."""
-        self.record = record
 
     def restart(self, uses_func: bool = False, graded: bool = False) -> None:
         """Undo the effects of a first run that was abandoned, so that it can start again, now with what it needs."""
@@ -193,9 +180,3 @@ class Region:
     def check_result(self, result: Any) -> None:
         """Compare the structure of a recompute's result with the first one."""
         self.outputs.check_tree(trees.flatten(result)[1])
-
-
-RESHAPED = (
-    "A region under torch.func.jvp changes the shape or strides of an argument or a captured tensor in place (`t_`, "
-    "`squeeze_`, `resize_`), which code outside of it wouldn't see. Use the out-of-place operation."
-)
