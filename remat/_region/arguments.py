@@ -108,22 +108,17 @@ class Outputs:
         leaves, spec = trees.flatten(result)
         entries, new = _sort(leaves, operands)
         self.check_tree(spec)
-        if self.options.determinism_check != "none":
-            for i, ((before, _), (now, _)) in enumerate(zip(self.entries, entries)):
-                if now != before:
-                    raise RecomputeMismatchError(
-                        f"{self.name(i)} was {_KINDS[before]} in the region's forward and "
-                        f"{_KINDS[now]} in the recompute. A region's function must be deterministic."
-                    )
-            names = [i for i, (kind, _) in enumerate(entries) if kind == NEW]
-            for i, tensor, before in zip(names, new, self.prints):
-                now = fingerprint(tensor, self.options.determinism_check)
-                if now != before:
-                    raise RecomputeMismatchError(
-                        f"{self.name(i)} was {before} in the region's forward and {now} in the recompute. A region's "
-                        f"function must be deterministic: look for a branch on changed Python state, or on a random "
-                        f"value that isn't drawn from one of torch's generators."
-                    )
+        check = self.options.determinism_check
+        for i, ((kind, number), (kind_now, number_now)) in enumerate(zip(self.entries, entries)):
+            before, now = _KINDS[kind], _KINDS[kind_now]
+            if kind == kind_now == NEW:
+                before, now = self.prints[number], fingerprint(new[number_now], check)
+            if now != before and check != "none":
+                raise RecomputeMismatchError(
+                    f"{self.name(i)} was {before} in the region's forward and {now} in the recompute. A region's "
+                    f"function must be deterministic: look for a branch on changed Python state, or on a random value "
+                    f"that isn't drawn from one of torch's generators."
+                )
         return new
 
     def check_tree(self, spec: Any) -> None:
