@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -89,12 +90,8 @@ def is_hooks_refusal(error: Exception) -> bool:
     a ``forward_ad`` level that it enters: the recompute would enter it too, and torch can't nest these levels. Errors
     are recognized by torch's text, as they may be raised again elsewhere, or by the code that raises them.
     """
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    return any(words in str(error) for words in (_REFUSAL, _NESTED)) or (
-        last is not None and last.tb_frame.f_code is _DISABLE
-    )
+    *_, (raised_in, _) = walk_tb(error.__traceback__)
+    return _REFUSAL in str(error) or _NESTED in str(error) or raised_in.f_code is _DISABLE
 
 
 def drop_gradient_hooks(tensors: Iterable[torch.Tensor | None], since: int) -> None:

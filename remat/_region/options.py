@@ -133,11 +133,8 @@ def checked_options(
     debug: Any = False,
 ) -> Options:
     """Return the options of :func:`remat.remat`, or raise the errors that it documents."""
-    for name, value in (
-        ("preserve_rng_state", preserve_rng_state),
-        ("early_stop", early_stop),
-        ("debug", debug),
-    ):
+    switches = {"preserve_rng_state": preserve_rng_state, "early_stop": early_stop, "debug": debug}
+    for name, value in switches.items():
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {shown(value)}.")
     determinism_check = "metadata" if determinism_check == "default" else determinism_check  # torch's name
