@@ -393,7 +393,7 @@ def shields(frame: Frame) -> list[Any]:
     contexts = [make() for is_needed, make in _SHIELDS if is_needed()]
     if frame.modes and not modes_that_see():
         contexts.append(PlainMode())
-    if (frame.operands.has_duals or frame.captured_inputs.has_duals) and not private.dual_level_active():
+    if any(each.dual for each in (*frame.operands, *frame.captured_inputs)) and not private.dual_level_active():
         contexts.append(fwAD.dual_level())
     if frame.streams:
         contexts.append(resumed(frame.streams))

@@ -217,10 +217,6 @@ class Guards(list[Guard]):
     def tensors(self) -> list[Any]:
         return [guard.tensor for guard in self]
 
-    @property
-    def has_duals(self) -> bool:
-        return any(guard.dual is not None for guard in self)
-
     def watch_gradients(self) -> None:
         """Note the gradients now, so that ``close`` can set ``accumulated``."""
         self._grads = self._gradients()
