@@ -1,7 +1,8 @@
-"""One call of a rematerialized function: its results, the state that it leaves, and first runs that are abandoned."""
+"""One call of a rematerialized function: its results, the state that it leaves, abandoned first runs, plain calls."""
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import weakref
@@ -13,21 +14,17 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, rand
+from cases import assert_same, rand, total
+from remat_functions import plain
+from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
-from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.measure import PeakMemory, gc_disabled
-from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
+from remat import MutationError, RecomputeMismatchError, disable_remat, is_recomputing, policies, remat
 
 Wrap = Callable[[Callable], Callable]
-
-
-def plain(fn: Callable) -> Callable:
-    return fn
-
 
 STRUCTURE = "The region returned a different structure in the recompute: output was "
 SAME = " A region's function must return the same structure in each run: look for a branch on Python state that changed"
@@ -46,11 +43,6 @@ RESULTS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any], str]]
         "output[1] was a new tensor in the region's forward and not a tensor in the recompute. A region's function",
     ),
 }  # fmt: skip
-
-
-def total(tree: Any) -> Tensor:
-    leaves = list(tree.values()) if isinstance(tree, dict) else tree if isinstance(tree, list) else [tree]
-    return sum(total(each) if isinstance(each, list) else each.sum() for each in leaves)
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -79,37 +71,8 @@ def test_an_error_in_nested_regions_names_the_inner_one_once() -> None:
     assert regions == [f"{raised.value.region}."]
 
 
-def test_the_profiler_has_a_range_for_each_run() -> None:
-    with profile(activities=[ProfilerActivity.CPU]) as found:
-        remat(lambda x: x.sin().exp())(rand(3)).sum().backward()
-    names = [event.name for event in found.events() if "<lambda>" in event.name]
-    assert names == ["remat <lambda> forward", "remat <lambda> recompute"]
-
-
-def test_debug_compares_the_operations_of_both_runs() -> None:
-    with pytest.raises(RecomputeMismatchError) as raised:
-        remat(lambda x: (x.cos() if is_recomputing() else x.sin()).exp(), debug=True)(rand(3)).sum().backward()
-    first, again = map("".join, raised.value.logs)
-    assert ("aten.sin" in first, "aten.cos" in again) == (True, True)
-
-
 class Boom(Exception):
     pass
-
-
-def test_an_error_of_the_function_in_a_recompute_has_a_note() -> None:
-    def fails(x: Tensor) -> Tensor:
-        if is_recomputing():
-            raise Boom
-        return x.sin().exp()
-
-    def outer(x: Tensor) -> Tensor:
-        return remat(fails)(x).exp()
-
-    with pytest.raises(Boom) as raised:
-        remat(outer)(rand(3)).sum().backward()
-    notes = [note.partition(" called at ")[0] for note in raised.value.__notes__]
-    assert notes == ["while recomputing outer"]
 
 
 def test_a_result_that_is_no_tensor_is_not_kept_for_the_backward() -> None:
@@ -344,18 +307,7 @@ def test_stored_activations_have_their_derivatives_and_do_not_accumulate() -> No
     assert live[-1] == live[2]
 
 
-def test_a_region_names_its_runs_in_a_profile_and_its_options_are_checked() -> None:
-    def named(x: Tensor) -> Tensor:
-        return x.sin().exp()
-
-    with profile() as profiler:
-        remat(named)(rand(3)).sum().backward()
-    events = sorted(profiler.events(), key=lambda event: event.time_range.start)
-    names = [event.name.rpartition(" ")[2].strip("()") for event in events if "named" in event.name]
-    assert names == ["forward", "recompute"]
-    with pytest.raises(ValueError, match="determinism_check must be one of 'metadata', 'values', 'none' or 'default'"):
-        remat(named, determinism_check="all")
-
+def test_a_callable_object_that_is_a_generator_is_refused() -> None:
     class Generates:
         def __call__(self) -> Iterator[int]:
             yield 1
@@ -365,9 +317,54 @@ def test_a_region_names_its_runs_in_a_profile_and_its_options_are_checked() -> N
             remat(generates)
 
 
-@pytest.mark.parametrize("change", [lambda x: x.t_(), lambda x: x.unsqueeze_(0)])
-def test_a_change_of_shape_under_jvp_is_refused(change: Callable[[Tensor], Tensor]) -> None:
-    f = remat(lambda x: change(x).sin())
-    with pytest.raises(MutationError, match="changes the shape or strides of an argument"):
-        torch.func.jvp(lambda x: f(x * 1), (rand(2, 3, grad=False),), (rand(2, 3, grad=False),))
-    assert f(rand(2, 3, grad=False)).ndim == change(rand(2, 3, grad=False)).ndim
+def test_is_recomputing() -> None:
+    seen: list[bool] = []
+
+    def fn(x: Tensor) -> Tensor:
+        thread = threading.Thread(target=lambda: seen.append(is_recomputing()))  # it is thread-local
+        thread.start()
+        thread.join()
+        seen.append(is_recomputing())
+        return x.sin().exp().cos()
+
+    by_autograd(remat(fn), rand(3))()
+    torch.func.grad(lambda x: remat(fn)(x).sum())(torch.randn(3))
+    assert seen == [False, False, False, True] * 2 and not is_recomputing()
+
+
+def test_under_disable_remat_regions_are_plain_calls() -> None:
+    runs, x = Runs(lambda x: x.sin().exp().cos()), rand(3)
+    region, expected = remat(runs), torch.func.grad(lambda x: runs.fn(x).sum())(x)
+    with disable_remat():
+        with disable_remat():
+            pass
+        assert_same(by_autograd(region, x)(), (expected,))
+        assert_same(torch.vmap(torch.func.grad(region))(x), expected)
+    assert_same(by_autograd(disable_remat()(region), x)(), (expected,))
+    assert runs.count == 3
+    loss = region(x).sum()
+    with pytest.raises(KeyError), disable_remat():  # regions that ran before are recomputed
+        loss.backward()
+        raise KeyError
+    by_autograd(remat(lambda x: disable_remat()(region)(x) * region(x)), x)()
+    assert runs.count == 3 + 2 + 5
+
+
+W = rand(4, 4, grad=False)
+
+
+@pytest.mark.parametrize(
+    "differentiate", [lambda f, x: f(x).sum().backward(), lambda f, x: torch.vmap(torch.func.grad(f))(x.detach())]
+)
+def test_each_region_says_once_what_it_saves(differentiate: Callable, caplog: pytest.LogCaptureFixture) -> None:
+    inner = remat(torch.sin)
+    region = remat(lambda x: inner(torch.tanh(x @ W)).exp().sum(), policy=policies.save_matmuls)
+    differentiate(region, rand(2, 4))
+    assert not caplog.records
+    with caplog.at_level(logging.DEBUG, "remat"):
+        differentiate(region, rand(2, 4))
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2 and all(record.name == "remat" for record in caplog.records)
+    assert "sin called at" in texts[0] and "values, 0 B: none" in texts[0]
+    assert "<lambda> called at" in texts[1] and "argument x float64[" in texts[1]
+    assert "captured global 'W' float64[4, 4]" in texts[1] and "aten.mm.default at" in texts[1]
