@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, rand
+from remat_functions import plain
 from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vmap
 
@@ -22,10 +23,6 @@ from remat import CaptureError, MutationError, policies, remat
 Wrap = Callable[[Callable], Callable]
 HOLDER = types.SimpleNamespace()
 MODULE = types.ModuleType("remat_test_held")  # the search for captured tensors doesn't look into it
-
-
-def plain(fn: Callable) -> Callable:
-    return fn
 
 
 def combined(y: Tensor, a: Tensor) -> Tensor:

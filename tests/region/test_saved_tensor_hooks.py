@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +17,12 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from cases import assert_same, rand
+from remat_functions import plain
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor
-from torch.autograd import grad
-from torch.autograd.graph import (
-    allow_mutation_on_saved_tensors,
-    disable_saved_tensors_hooks,
-    get_gradient_edge,
-    increment_version,
-    register_multi_grad_hook,
-    save_on_cpu,
-    saved_tensors_hooks,
-)
+from torch.autograd import grad, graph
+from torch.autograd.graph import get_gradient_edge, increment_version, save_on_cpu
 
 from benchmarks.measure import PeakMemory, gc_disabled, held_bytes
 from remat import (
@@ -57,10 +49,6 @@ DISABLED = r"'not in my house'\. Call them outside .* `remat.disable_remat\(\)`"
 Wrap = Callable[[Callable], Callable]
 Build = Callable[[Wrap], Callable]
 Check = Callable[[Wrap], Any]  # its argument makes a region
-
-
-def plain(fn: Callable) -> Callable:
-    return fn
 
 
 def leaves() -> tuple[Tensor, Tensor]:
@@ -91,7 +79,7 @@ def func_grad(fn: Callable) -> Tensor:
     return torch.func.grad(lambda x: fn(x, w).sum())(x.detach())
 
 
-class Hooks(saved_tensors_hooks):
+class Hooks(graph.saved_tensors_hooks):
     """Copies each tensor; ``there`` and ``back`` can change it. Counts its packs and unpacks."""
 
     def __init__(self, there: Callable = Tensor.clone, back: Callable = lambda packed: packed) -> None:
@@ -113,7 +101,7 @@ class Hooks(saved_tensors_hooks):
 
 rounding = partial(Hooks, Tensor.float, Tensor.double)
 pinned = partial(save_on_cpu, pin_memory=True)  # makes all tensors contiguous, also on the CPU
-disabled = partial(disable_saved_tensors_hooks, "not in my house")
+disabled = partial(graph.disable_saved_tensors_hooks, "not in my house")
 
 
 @contextmanager
@@ -264,10 +252,10 @@ class Boom(Exception):
 
 def raising(turn: int) -> Callable:
     """A hook that raises an error in one of its calls."""
-    turns = count()
+    raises = iter([False] * turn + [True])
 
     def hook(tensor: Tensor) -> Tensor:
-        if next(turns) == turn:
+        if next(raises, False):
             raise Boom
         return tensor.clone()
 
@@ -341,7 +329,7 @@ def only_inputs_are_saved(wrap: Wrap) -> None:
 def mutating(fn: Callable, after: Callable = lambda out, argument: out) -> Check:
     def run(wrap: Wrap) -> tuple:
         x, w = leaves()
-        with allow_mutation_on_saved_tensors():
+        with graph.allow_mutation_on_saved_tensors():
             argument = x.clone()
             return gradients(after(wrap(fn)(argument, w), argument), x, w)
 
@@ -444,8 +432,8 @@ def on_leaves(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> Non
 def on_several(mode: Any) -> Callable:
     def register(log: Counter, *tensors: Tensor) -> None:
         note = lambda name: lambda grads: log.update([name, sum(g is not None for g in grads) if mode == "all" else 1])
-        register_multi_grad_hook(tensors, note("each"), mode=mode)
-        register_multi_grad_hook(tensors[2:3], note("v"), mode=mode)
+        graph.register_multi_grad_hook(tensors, note("each"), mode=mode)
+        graph.register_multi_grad_hook(tensors[2:3], note("v"), mode=mode)
 
     return register
 
