@@ -95,21 +95,22 @@ class Interrupt(BaseException):
 MODULE = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.BatchNorm1d(3, affine=False))
 
 
-class Failing:
-    """A function that raises at the end of its first run if `at` is 0, of its recompute if `at` is 1."""
+class Fails:
+    """A function that fails once: in its first run if `at` is 0, in a recompute if `at` is 1."""
 
-    def __init__(self, at: int, error: type[BaseException] = Boom) -> None:
-        self.at, self.error = at, error
-        type(self).runs = 0  # an attribute of the class, which is not restored
-        self.module = MODULE
+    def __init__(self, error: type[BaseException], at: int) -> None:
+        self.error, self.at, self.failed = error, at, deque[bool]()  # which isn't restored
+        self.module, self.w = MODULE, torch.ones(3)
 
     def __call__(self, x: Tensor) -> Tensor:
-        type(self).runs = self.runs + 1 if is_recomputing() else 0
-        y = nn.functional.dropout(self.module[0](x).sin(), 0.5)
+        y = nn.functional.dropout(self.module[0](x * self.w).sin(), 0.5) * random.random() * float(np.random.rand())
+        if is_recomputing() != self.at or self.failed or self.error is MutationError:
+            return y.exp().cos()
+        self.failed.append(True)
+        if self.error is RecomputeMismatchError:
+            return y.double().exp().cos()
         with torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad():
-            if self.runs == self.at:
-                raise self.error("in the region")
-        return y.exp().cos() * random.random() * float(np.random.rand())
+            raise self.error
 
 
 # Each calls a function, and returns what then differentiates it.
@@ -150,66 +151,51 @@ def per_sample(f: Callable, x: Tensor) -> Callable:
     return lambda: torch.vmap(grad, randomness="different")(x)
 
 
-PLAIN = [by_autograd, with_hooks_around, nested, under_settings, vjp]
+WAYS = [by_autograd, with_hooks_around, nested, under_settings, vjp, per_sample]
+FAILURES = [
+    *((error, at) for error in (Boom, Interrupt, StopIteration) for at in (0, 1)),
+    *((MutationError, 1), (RecomputeMismatchError, 1)),
+]
 
 
 def seed(value: int) -> None:
     torch.manual_seed(value), random.seed(value), np.random.seed(value)
 
 
-@pytest.mark.parametrize("way", [*PLAIN, per_sample], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("error", [Boom, Interrupt, StopIteration])
-def test_an_error_in_a_region_leaves_all_state_as_it_was(way: Callable, at: int, error: type[BaseException]) -> None:
-    x, f = torch.randn(2, 3), Failing(at, error)
-    before = surroundings(MODULE)
-    with pytest.raises(error, match="in the region"):
-        way(remat(f), x)()
-    assert f.runs == at
-    assert_as_before(before, MODULE, drawn=True)  # what the first run drew stays drawn, as without remat
-    f.at = -10
+@pytest.mark.parametrize("thread", [False, True], ids=["here", "in another thread"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("error, at", FAILURES)
+def test_an_error_leaves_all_state_as_it_was_and_the_region_can_run_again(error, at, way: Callable, thread: bool):
+    f, x, ended = Fails(error, at), torch.randn(2, 3), deque[bool]()
+    at_once = at == 0 or way is per_sample
+    run = (lambda: way(remat(f), x)()) if at_once else way(remat(f), x)
+    if error is MutationError:
+        if at_once:
+            return  # nothing can change between the runs
+        f.w.add_(1)
+
+    def fail() -> None:
+        before = surroundings(MODULE)
+        with pytest.raises(error):
+            run()
+        assert_as_before(before, MODULE, drawn=at_once)  # what a first run drew stays drawn, as without remat
+        ended.append(True)
+
+    here, another = surroundings(MODULE), threading.Thread(target=fail)
+    if thread:
+        another.start()
+        another.join()
+    else:
+        fail()
+    assert ended and bool(f.failed) == (error is not MutationError)
+    assert_as_before(here, MODULE, drawn=at_once)
+    if way is by_autograd and at and error is not MutationError:
+        assert all(t.isfinite().all() for t in run())
     results = []
     for fn in (remat(f), f):
         seed(5)
         results.append(way(fn, x.clone())())
     assert_same(*results)
-
-
-@pytest.mark.parametrize("way", PLAIN, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("thread", [False, True], ids=["here", "in another thread"])
-@pytest.mark.parametrize("error", [Boom, MutationError, RecomputeMismatchError])
-def test_a_failed_recompute_leaves_all_state_and_can_be_tried_again(error: type, thread: bool, way: Callable) -> None:
-    w, tries = torch.ones(3), deque[bool]()  # which isn't restored
-
-    def fn(x: Tensor) -> Tensor:
-        y = nn.functional.dropout(MODULE[0](x * w).sin(), 0.5) * random.random() * np.random.rand()
-        if is_recomputing() and error is not MutationError and not tries:
-            tries.append(True)
-            if error is Boom:
-                raise Boom
-            y = y.double()
-        return y.exp().cos()
-
-    def target() -> None:
-        before = surroundings(MODULE)
-        with pytest.raises(error):
-            pull()
-        assert_as_before(before, MODULE)
-        tries.append(True)
-
-    pull, here = way(remat(fn), torch.randn(2, 3)), surroundings(MODULE)
-    if error is MutationError:
-        w.add_(1)
-    if thread:
-        another = threading.Thread(target=target)
-        another.start()
-        another.join()
-    else:
-        target()
-    assert tries
-    assert_as_before(here, MODULE)
-    if way is by_autograd and error is not MutationError:
-        assert all(t.isfinite().all() for t in pull())
 
 
 def a_level(x: Tensor) -> Tensor:
