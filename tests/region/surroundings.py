@@ -18,7 +18,6 @@ GENERATORS = ("torch generator", "python generator", "numpy generator")
 def surroundings(*modules: torch.nn.Module) -> dict[str, Any]:
     """The state of the thread, and the identities of the parameters and buffers of modules."""
     numpy = np.random.get_state()
-    cpu = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
     return {
         "hooks": private.top_hooks(True),
         "hooks switch": private.hooks_disabled_message(),
@@ -26,7 +25,8 @@ def surroundings(*modules: torch.nn.Module) -> dict[str, Any]:
         "torch generator": torch.get_rng_state().tolist(),
         "python generator": random.getstate(),
         "numpy generator": (numpy[0], numpy[1].tolist(), *numpy[2:]),
-        "autocast": cpu,
+        "autocast": (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        "autocast cache": torch.is_autocast_cache_enabled(),
         "grad mode": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
         "defaults": (torch.get_default_dtype(), torch.get_default_device()),
         "attention": torch.backends.cuda.flash_sdp_enabled(),

@@ -336,7 +336,7 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
         lambda x, s: (remat(lambda x: remat(lambda x: (x * s.tolist()[0]).sin())(x).exp())(x), s), "variable 's' was"
     ),
     "an inference tensor": (
-        lambda x, s: (lambda c: (remat(lambda x, c: (x.sin() + c).sin())(x, c), c))(inferred()), "argument c was"
+        lambda x, s: (lambda c: (remat(lambda x, *c: (x.sin() + c[0]).sin())(x, c), c))(inferred()), r"args\[1\] was"
     ),
     "a captured inference tensor": (
         lambda x, s: (lambda c: (remat(lambda x: (x.sin() + c).sin())(x), c))(inferred()), "variable 'c' was"

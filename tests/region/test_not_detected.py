@@ -39,9 +39,6 @@ class Holder:
     def __call__(self, x: Tensor) -> Tensor:
         return of(x, self.own * self.other.k * self.numbers[0])
 
-    def of_class(self, x: Tensor) -> Tensor:
-        return of(x, self.k)
-
     def calls_another(self, x: Tensor) -> Tensor:
         return self.calls_a_third(x)
 
@@ -98,7 +95,7 @@ ROWS: dict[str, list[Program]] = {
         later(lambda x: of(x, MODULE.weight.numbers[0]), item(MODULE.weight.numbers, 0)),
     ],
     "attributes of classes and of imported Python modules, context variables, sets": [
-        later(HOLDER.of_class, attribute(Holder, "k")),
+        later(lambda x: of(x, HOLDER.k), attribute(Holder, "k")),
         later(lambda x: of(x, IMPORTED.k), attribute(IMPORTED, "k")),
         later(lambda x: of(x, CONTEXT.get()), partial(written, CONTEXT.set)),
         later(lambda x: of(x, sum(MEMBERS)), partial(written, lambda value: (MEMBERS.clear(), MEMBERS.add(value)))),
