@@ -34,6 +34,7 @@ from .._region.region import Run
 from .._region.turns import turn
 from .._selective.replay import Attempt
 from ..errors import MutationError, RecomputeMismatchError
+from .operation_log import OpLog
 from .slots import Slot, Slots
 
 
@@ -90,33 +91,35 @@ class Frame:
             tensor = packed.tensor
             if packed.version >= 0 and raw_version(tensor) == packed.version:
                 return tensor
+        reader, state.reader = state.reader, self  # of values that outer regions recompute
         try:
-            return self._read(packed)
+            return self._read(packed, reader)
         except Exception as error:
             raise with_region(error, self.region, recomputing=False)  # noqa: B904
+        finally:
+            state.reader = reader
 
-    def _read(self, packed: Any) -> torch.Tensor:
-        """``unpack`` for the cases that its fast path doesn't handle."""
+    def _read(self, packed: Any, reader: Frame | None) -> torch.Tensor:
+        """``unpack`` for the cases that its fast path doesn't handle; for ``reader``, or for a node of the graph."""
         if self.record is not None:  # a backward pass inside the region may come before the record exists
             self.record.in_backward()
         if self.open:
             self.on_inner_backward()
         if isinstance(packed, (Held, Packed)):
-            tensor = self._as_reader(packed.saved if isinstance(packed, Held) else packed.get)
+            tensor = packed.saved() if isinstance(packed, Held) else packed.get()
             if self.streams and isinstance(packed, Guard) and packed.packed is not None:
                 make_readable(tensor, self.streams)  # an outer region's recompute made it, and may have stopped
             return tensor
         value = packed.value
         if value is None and (residual := packed.residual) is not None:
-            form = packed.source.form
-            return self._as_reader(residual.on, form) if residual.is_elsewhere else residual.on(form)
-        if state.reader is None and (group := current_group()) is not None:
+            return residual.on(packed.source.form)
+        if reader is None and (group := current_group()) is not None:
             group.take(packed)
         if value is None:
-            value = self._as_reader(self._filled, packed)
+            value = self._filled(packed)
         if self.slots.stopped and private.fills_what_it_saves():
             packed.empty()
-            value = self._as_reader(self._filled, packed, True)
+            value = self._filled(packed, to_the_end=True)
         if self.slots.mixed:
             make_readable(value, self.streams)
         if private.version(value) != packed.version or (packed.first and packed.has_changed()):
@@ -128,7 +131,7 @@ class Frame:
         if self.open and self.read_inside:
             return value
         if private.graph_task_keeps_graph() and (running := current_scope()) is not None:
-            running.read(packed, self, state.reader)
+            running.read(packed, self, reader)
         return value
 
     def on_inner_backward(self) -> None:
@@ -137,14 +140,6 @@ class Frame:
             self.captured_inputs.accumulated = True
             if (around := of_region(self.outer)) is not None:
                 around.on_inner_backward()
-
-    def _as_reader(self, get: Callable, *args: Any) -> torch.Tensor:
-        """Call ``get``; meanwhile this frame is the reader of the values that outer regions recompute."""
-        reader, state.reader = state.reader, self
-        try:
-            return get(*args)
-        finally:
-            state.reader = reader
 
     def _filled(self, wanted: Slot, to_the_end: bool = False) -> torch.Tensor:
         """Recompute the region. Outside of a backward pass only the wanted slot is filled, and emptied at once."""
@@ -171,7 +166,7 @@ class Frame:
                     error.logs = self.log.texts()
                 raise
             finally:
-                slots.are_filled(once, filler.stopped, filler.mixed)
+                slots.once, slots.stopped = once and not slots.mixed, filler.stopped
                 filler.release()
             if value is None:
                 return self._filled(wanted, to_the_end)  # another thread has released the value meanwhile
@@ -207,7 +202,7 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
 
     __slots__ = (
-        "attempt", "check", "difference", "frame", "is_last", "last_slot", "look", "mixed", "options", "rest", "slots",
+        "attempt", "check", "difference", "frame", "is_last", "last_slot", "look", "options", "rest", "slots",
         "stopped", "to_the_end",
     )  # fmt: skip
 
@@ -221,7 +216,6 @@ class Filler(RegionHooks):
         self.rest: Any = iter(slots)
         self.attempt = Run()
         self.stopped = False  # as soon as all slots were filled
-        self.mixed = frame.slots.mixed  # this recompute or one before it has used other streams
         self.difference: RecomputeMismatchError | None = None
         self.last_slot = next(filter(None, reversed(slots)))
 
@@ -275,7 +269,7 @@ class Filler(RegionHooks):
     def _run_by_plan(self, whole: bool) -> Run:
         """The run of a recompute; it executes everything where the first run left no record."""
         frame, record = self.frame, self.frame.region.root.record
-        log = None if frame.log is None else frame.log.compared()
+        log = None if frame.log is None else OpLog(frame.log)
         if record is None:
             return Run(log)
         plan = None
@@ -303,12 +297,12 @@ class Filler(RegionHooks):
                 self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor) if modes_that_see() else tensor.detach()
-        if self.frame.streams and not self.mixed:
-            self.mixed = is_on_another(tensor.device, self.frame.streams)
+        if self.frame.streams and is_on_another(tensor.device, self.frame.streams):
+            self.frame.slots.mixed = True
         now = self.look(tensor)
         if now != slot.fingerprint:
             self._compare(slot, now)
-        slot.fill(value, private.version(value))
+        slot.fill(value)
         if slot is self.last_slot:
             self._end()
         return value
@@ -350,7 +344,8 @@ class Filler(RegionHooks):
             raise self.difference
         # After the last operation user code may call `record_stream` or let streams wait for each other, so a recompute
         # on several streams doesn't stop early. In the middle of a first run it does: the first run came no further.
-        if not self.to_the_end and ((self.options.early_stop and not self.mixed) or self.frame.open):
+        stops = self.frame.open or (self.options.early_stop and not self.frame.slots.mixed)
+        if stops and not self.to_the_end:
             self._stop()
 
     def _stop(self) -> None:

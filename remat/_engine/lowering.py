@@ -120,8 +120,7 @@ class Saver(RegionHooks):
             if recording is not None:
                 recording.saved(tensor, packed)
             if self.frame.read_inside:
-                value = alias(tensor)
-                packed.fill(value, private.version(value))
+                packed.fill(alias(tensor))
         return packed
 
     def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:

@@ -30,24 +30,30 @@ class Operation(NamedTuple):
 
 
 class OpLog(DispatchMode):
-    """The operations of a first run, recorded one by one."""
+    """The operations of a run, one by one. Those of a recompute are compared with the log of the ``first`` run.
 
-    def __init__(self) -> None:
+    The first operation that differs is a RecomputeMismatchError.
+    """
+
+    def __init__(self, first: OpLog | None = None) -> None:
         super().__init__()
+        self.first = first
         self.entries: list[Operation] = []
         self.recomputed: list[Operation] = []  # by the last recompute
         self.ranges = Ranges()
+        if first is not None:
+            first.recomputed = self.entries
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if facts_of(func).marks:
             return self.ranges.mark(func, args, kwargs or {})
         result = func(*args, **(kwargs or {}))
         if self in state.logs and func not in _IGNORED and not (state.unseen or self.ranges):
-            self.note(Operation(_called(func, args, kwargs or {}), _describe(result), str(user_line())))
+            operation = Operation(_called(func, args, kwargs or {}), _describe(result), str(user_line()))
+            self.entries.append(operation)
+            if self.first is not None:
+                self._compare(len(self.entries) - 1, operation)
         return result
-
-    def note(self, operation: Operation) -> None:
-        self.entries.append(operation)
 
     @property
     def count(self) -> int:
@@ -64,43 +70,25 @@ class OpLog(DispatchMode):
         super().__exit__(*exception)
         state.logs = state.logs[:-1]
 
-    def compared(self) -> ComparedLog:
-        """The log of a recompute. Each operation that it records is compared with this log."""
-        comparison = ComparedLog(self)
-        self.recomputed = comparison.entries
-        return comparison
-
     def texts(self) -> tuple[list[str], list[str]]:
         return [*map(str, self.entries)], [*map(str, self.recomputed)]
 
-
-class ComparedLog(OpLog):
-    """The operations of a recompute. The first one that differs from the first run is a RecomputeMismatchError."""
-
-    def __init__(self, first: OpLog) -> None:
-        super().__init__()
-        self.first = first.entries
-
-    def note(self, operation: Operation) -> None:
-        i = len(self.entries)
-        super().note(operation)
-        if i >= len(self.first):
-            self._fail(i, "there was none", operation)
-        elif self.first[i][:2] != operation[:2]:
-            self._fail(i, self.first[i], operation)
-
     def check_end(self) -> None:
         """Check that no operation is missing, after a recompute that wasn't stopped early."""
-        i = len(self.entries)
-        if i < len(self.first):
-            self._fail(i, self.first[i], "there is none")
+        self._compare(len(self.entries), None)
 
-    def _fail(self, i: int, before: Any, now: Any) -> None:
-        raise RecomputeMismatchError(
-            f"Operation {i} of the region differs between its runs.\n  In the forward: {before}\n"
-            f"  In the recompute: {now}\n"
-            f"A region's function must be deterministic: look at what decides between these two lines."
-        )
+    def _compare(self, i: int, now: Operation | None) -> None:
+        """Compare the i-th operation of this run, or None after the last one, with that of the first run."""
+        assert self.first is not None
+        entries = self.first.entries
+        before = entries[i] if i < len(entries) else None
+        if (before and before[:2]) != (now and now[:2]):
+            raise RecomputeMismatchError(
+                f"Operation {i} of the region differs between its runs.\n"
+                f"  In the forward: {before or 'there was none'}\n"
+                f"  In the recompute: {now or 'there is none'}\n"
+                f"A region's function must be deterministic: look at what decides between these two lines."
+            )
 
 
 def _called(func: Any, args: Any, kwargs: Any) -> str:

@@ -35,9 +35,9 @@ class Slot:
         tensor = ref()
         return tensor is not None and private.version(tensor) != version
 
-    def fill(self, value: torch.Tensor, version: int) -> None:
+    def fill(self, value: torch.Tensor) -> None:
         """Set the value."""
-        self.version = version
+        self.version = private.version(value)
         self.value = value  # last, as another thread may be waiting for it
 
     def empty(self) -> None:
@@ -73,10 +73,6 @@ class Slots:
         """The bytes of the values that slots own; a tensor that was saved twice counts twice."""
         values = [slot.value for slot in self.alive() if slot is not None]
         return sum(value.numel() * value.element_size() for value in values if value is not None)
-
-    def are_filled(self, once: bool, stopped: bool, mixed: bool) -> None:
-        """Note how a recompute has made the values."""
-        self.once, self.stopped, self.mixed = once and not mixed, stopped, mixed
 
     def clear(self) -> None:
         """Release the values that were filled in for a backward pass and not read."""

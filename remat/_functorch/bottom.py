@@ -163,17 +163,13 @@ class Tape:
     def __init__(self, region: Any, inputs: Tensors, outs: Tensors) -> None:
         self.region = region
         self.inputs = inputs
-        self.last = False  # no other backward will run it
+        self.last = False  # only one more backward will run it
         # Edges, as the outputs themselves need not stay alive.
         self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
 
     def pull(self, pullback: Pullback) -> Pull:
         edges, heads = pullback.chosen(self.edges), pullback.heads(self.inputs)
         return lambda cotangents: gradients(edges, heads, cotangents, create=False, retain=not self.last)
-
-    def let_go(self) -> None:
-        """Note that only one more backward will run it."""
-        self.last = True
 
     def serves(self, pullback: Pullback) -> bool:
         return pullback.inner is self.region and all(t.requires_grad for t in pullback.heads(self.inputs))

@@ -169,7 +169,7 @@ class RegionNode(private.SingleLevelFunction):
         else:  # this is the node's only backward, and its level need not record it
             ctx.region = ctx.call = ctx.operands = None
             if call.tape is not None and region is region.root and len(region.kinds) == 1:
-                call.tape.let_go()  # neither a further derivative nor another level needs it
+                call.tape.last = True  # neither a further derivative nor another level needs it
             with private.current_interpreter().lower():
                 values, below = _unwrapped(operands, level), _unwrapped(cotangents, level)
                 grads = pull_back(region, values, below, needs, call, level)
