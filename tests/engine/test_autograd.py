@@ -12,12 +12,12 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from cases import Case, assert_same, cases, differentiable_leaves, flat, orders_of, rand, scalar, tensor_leaves, total
 from torch import Tensor
+from without import KB, N
 
-from benchmarks.measure import PeakMemory, count_ops, held_bytes, peak_bytes
+from benchmarks.measure import count_ops, held_bytes, leaked_bytes, peak_bytes
 from remat import remat
 
 pytestmark = pytest.mark.usefixtures("collector_off")
-N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 
 
 def nested(fn: Callable) -> Callable:
@@ -131,26 +131,17 @@ def step(case: Case, fn: Callable) -> None:
             torch.autograd.grad(value, case.inputs(args), allow_unused=True)
 
 
-def live(call: Callable, *args: Any) -> tuple[int, int]:
-    """The live bytes while the result of a call is alive, and after it is deleted."""
-    with PeakMemory() as memory:
-        out = call(*args)
-        during = memory.live
-        del out
-        return during, memory.live
-
-
 @cases()
 def test_no_more_is_saved_than_without_a_region_and_all_is_freed(case: Case) -> None:
     """In addition only copies of small tensors that may change, and the generator's state."""
     args, fn = case.make_args(), remat(case.fn)
     forward(case, fn, args)
     copies = sum(t.nbytes for t in (*tensor_leaves(args), *case.captured) if not t.requires_grad)
-    saved, left = live(forward, case, fn, args)
-    assert left == 0
-    assert saved <= live(forward, case, case.fn, args)[0] + copies + torch.get_rng_state().nbytes
+    saved, without = (held_bytes(forward, case, each, args) for each in (fn, case.fn))
+    assert saved <= without + copies + torch.get_rng_state().nbytes
+    assert leaked_bytes(forward, case, fn, args) == 0
     step(case, fn)
-    assert live(step, case, fn) == (0, 0)
+    assert leaked_bytes(step, case, fn) == 0
 
 
 @cases()
@@ -175,14 +166,15 @@ def chain(fn: Callable, x: Tensor, w: Tensor, depth: int = 8) -> Tensor:
     return x
 
 
-def test_a_chain_saves_the_inputs_of_its_regions_and_its_peak_is_these_and_one_region() -> None:
-    """One tensor per region; the first region's input is the caller's."""
+@pytest.mark.parametrize("retain", [False, True])
+def test_a_chain_saves_the_inputs_of_its_regions_and_its_peak_is_these_and_one_region(retain: bool) -> None:
+    """One tensor per region; the first region's input is the caller's. A graph may be retained without its values."""
     x, w = rand(N, N), rand(N, N, seed=1) / N
     assert held_bytes(chain, remat(block), x, w) == 8 * KB
     assert held_bytes(chain, block, x, w) == 8 * 5 * KB
 
     def step(fn: Callable, depth: int) -> Any:
-        return torch.autograd.grad(chain(fn, x, w, depth).sum(), (x, w))
+        return torch.autograd.grad(chain(fn, x, w, depth).sum(), (x, w), retain_graph=retain)
 
     peaks = {depth: peak_bytes(step, remat(block), depth) for depth in (8, 16)}
     assert peaks[16] - peaks[8] == 8 * KB

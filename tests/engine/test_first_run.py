@@ -11,20 +11,10 @@ from cases import assert_same, rand
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from without import KB, N, Wrap, grad, plain
 
 from benchmarks.measure import count_ops, held_bytes
 from remat import MutationError, remat
-
-Wrap = Callable[..., Callable]
-N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
-
-
-def plain(fn: Callable, **options: Any) -> Callable:
-    return fn
-
-
-def grad(out: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out.sum(), inputs, **options)
 
 
 def an_input_of_the_outer_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
@@ -63,7 +53,7 @@ def test_tensors_that_are_older_than_the_region(program: Callable, hooks: bool, 
         x, w = rand(4, 4), rand(4, 4, seed=1)
         with saved_tensors_hooks(Tensor.clone, lambda t: t) if hooks else torch.enable_grad():
             out = program(wrap, x, w)
-        return grad(out, x, w, retain_graph=True), grad(out, x, w)
+        return grad(out, (x, w), retain_graph=True), grad(out, (x, w))
 
     assert_same(run(lambda fn: remat(fn, **options)), run(plain))
 
@@ -87,7 +77,7 @@ def test_a_result_that_is_changed_in_place(change: Callable) -> None:
         x, w = rand(4, 4), rand(4, 4, seed=1)
         out = wrap(lambda x: (x @ w).tanh() @ w)(x)
         change(out)
-        return grad(out.sin(), x, w)
+        return grad(out.sin(), (x, w))
 
     assert_same(run(remat), run(plain))
 

@@ -14,17 +14,10 @@ from cases import Case, assert_same, cases, flat, rand, total
 from side_by_side import Runs
 from torch import Tensor
 from torch.func import grad
+from without import KB, N, Wrap, plain
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes
 from remat import MutationError, RematError, is_recomputing, policies, remat
-
-Wrap = Callable[..., Callable]
-N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
-NESTED = "Nested forward mode AD"  # torch's error
-
-
-def plain(fn: Callable) -> Callable:
-    return fn
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:
@@ -131,9 +124,8 @@ ORDERS: dict[str, Callable] = {
 
 
 def nested(wrap: Wrap, **options: Any) -> Callable:
-    wrap = partial(wrap, **options) if wrap is not plain else plain
-    inner = wrap(block)
-    return wrap(lambda x, w: inner(inner(x, w).cos(), w) * x)
+    inner = wrap(block, **options)
+    return wrap(lambda x, w: inner(inner(x, w).cos(), w) * x, **options)
 
 
 def randomly(x: Tensor, w: Tensor) -> Tensor:

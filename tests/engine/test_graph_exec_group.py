@@ -12,6 +12,7 @@ from cases import assert_same, rand
 from side_by_side import Runs, both
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
+from without import grad
 
 from benchmarks.measure import PeakMemory, gc_disabled
 from remat import policies
@@ -28,12 +29,8 @@ def deep(x: Tensor) -> Tensor:
     return x.sin().exp().sin()
 
 
-def gradient(out: Tensor, x: Tensor, **options: Any) -> Tensor:
-    return torch.autograd.grad(out.sum(), x, **options)[0]
-
-
-def gradients(fn: Callable, x: Tensor) -> tuple[Tensor, ...]:
-    return tuple(gradient(out, x, retain_graph=True) for out in fn(x))
+def gradients(fn: Callable, x: Tensor) -> tuple[Any, ...]:
+    return tuple(grad(out, x, retain_graph=True) for out in fn(x))
 
 
 @both
@@ -42,12 +39,12 @@ def test_one_recompute_for_two_passes(module: Any, retain: bool) -> None:
     x, runs = rand(3), Runs(two)
     first, second = module.checkpoint(runs, x, use_reentrant=False)
     with module.GraphExecGroup():
-        found = gradient(first, x, retain_graph=True), gradient(second, x, retain_graph=retain)
+        found = grad(first, x, retain_graph=True), grad(second, x, retain_graph=retain)
     assert runs.count == 2
     assert_same(found, gradients(two, x))
     first, second = transform(runs)(x)
     with torch.utils.checkpoint.GraphExecGroup():
-        found = gradient(first, x, retain_graph=True), gradient(second, x)
+        found = grad(first, x, retain_graph=True), grad(second, x)
     assert_same(found, gradients(two, x))
     assert runs.count == 4
 
@@ -57,7 +54,7 @@ def test_two_passes_that_read_the_input_of_a_region_in_a_region(module: Any) -> 
     x, inner = rand(3), lambda x: module.checkpoint(two, x * 2, use_reentrant=False)
     first, second = module.checkpoint(inner, x, use_reentrant=False)
     with module.GraphExecGroup():
-        found = gradient(first, x, retain_graph=True), gradient(second, x)
+        found = grad(first, x, retain_graph=True), grad(second, x)
     assert_same(found, gradients(lambda x: two(x * 2), x))
 
 
@@ -65,8 +62,8 @@ def test_two_passes_that_read_a_value_of_a_region_in_the_inner_one_recompute_it_
     x, runs = rand(3), Runs(lambda x: transform(two)(x * 2))
     first, second = transform(runs)(x)
     with GraphExecGroup():
-        gradient(first, x, retain_graph=True)
-        gradient(second, x)
+        grad(first, x, retain_graph=True)
+        grad(second, x)
     assert runs.count == 2
 
 
@@ -76,14 +73,14 @@ def test_a_pass_in_no_group_or_in_another_one_recomputes(module: Any) -> None:
     group = module.GraphExecGroup()
     for i in range(2):  # a group can be used for another graph
         first, second = module.checkpoint(runs, x, use_reentrant=False)
-        gradient(first, x, retain_graph=True)
+        grad(first, x, retain_graph=True)
         with group:
-            one = gradient(first, x, retain_graph=True)
+            one = grad(first, x, retain_graph=True)
         with group:  # the same one
-            other = gradient(second, x, retain_graph=True)
+            other = grad(second, x, retain_graph=True)
         assert runs.count == 4 * i + 3
         with module.GraphExecGroup():
-            assert_same((one, other, gradient(second, x)), (*gradients(two, x), other))
+            assert_same((one, other, grad(second, x)), (*gradients(two, x), other))
         assert runs.count == 4 * i + 4
 
 
@@ -93,10 +90,10 @@ def test_passes_that_overlap_are_an_error(module: Any, retain: bool) -> None:
     x = rand(3)
     out = module.checkpoint(deep, x, use_reentrant=False)
     with module.GraphExecGroup():
-        gradient(out, x, retain_graph=True)
+        grad(out, x, retain_graph=True)
         with pytest.raises(CheckpointError, match=r"[Oo]verlap"):
-            gradient(out, x, retain_graph=retain)
-    assert_same(gradient(out, x), gradient(deep(x), x))
+            grad(out, x, retain_graph=retain)
+    assert_same(grad(out, x), grad(deep(x), x))
 
 
 def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,10 +107,10 @@ def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
     runs = Runs(shares_a_product)
     first, second = checkpoint(runs, x, w, policy=policies.save_matmuls)
     with GraphExecGroup():
-        found = gradient(first, x, retain_graph=True), gradient(second, x, retain_graph=True)
+        found = grad(first, x, retain_graph=True), grad(second, x, retain_graph=True)
         assert runs.count == 2
         with pytest.raises(CheckpointError, match="need the same value"):
-            gradient(first, x)
+            grad(first, x)
     assert_same(found, gradients(lambda x: shares_a_product(x, w), x))
 
 
@@ -129,36 +126,11 @@ def test_values_live_as_long_as_a_pass_can_need_them(module: Any, retain: bool) 
         first, second = module.checkpoint(two, x, use_reentrant=False)
         assert live(memory, x) == 2
         with module.GraphExecGroup() as group:
-            torch.autograd.grad(first.sum(), x, retain_graph=True)
+            grad(first, x, retain_graph=True)
             assert live(memory, x) == 3  # what the second pass needs
-            torch.autograd.grad(second.sum(), x, retain_graph=retain)
+            grad(second, x, retain_graph=retain)
             assert live(memory, x) == 2
         del group
         assert live(memory, x) == 2
         del first, second
         assert live(memory, x) == 0
-
-
-N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
-
-
-def block(x: Tensor, w: Tensor) -> Tensor:
-    return (x @ w).tanh().sin().exp().tanh().sin()
-
-
-def test_the_peak_of_a_retained_chain_is_that_of_one_region() -> None:
-    """A value is released when another node reads its own, and all values of a region before the next is recomputed."""
-    x, w = rand(N, N), rand(N, N, seed=1)
-    region = transform(block)
-
-    def peak(depth: int, **options: Any) -> float:
-        h = x
-        for _ in range(depth):
-            h = region(h, w)
-        loss = h.sum()
-        with gc_disabled(), PeakMemory() as memory:
-            torch.autograd.grad(loss, (x, w), **options)
-        return memory.peak / KB
-
-    assert peak(8) <= peak(4) + 1
-    assert peak(8, retain_graph=True) <= peak(4, retain_graph=True) + 1 <= peak(4) + 3

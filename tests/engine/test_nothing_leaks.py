@@ -11,15 +11,10 @@ import pytest
 import torch
 from cases import rand
 from torch import Tensor
+from without import KB, N, grad
 
 from benchmarks.measure import PeakMemory, assert_freed_without_gc, gc_disabled
 from remat import is_recomputing, policies, remat
-
-N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
-
-
-def grad(out: Tensor, *inputs: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out.sum(), inputs, **options)
 
 
 class Fails(torch.autograd.Function):
@@ -39,13 +34,13 @@ class Marker:
 USES: dict[str, Callable] = {
     "an error in the first run": lambda out, x, w: None,
     "no backward": lambda out, x, w: None,
-    "a retained graph": lambda out, x, w: grad(out, x, w, retain_graph=True),
-    "two backwards": lambda out, x, w: [grad(out, x, w, retain_graph=retain) for retain in (True, False)],
+    "a retained graph": lambda out, x, w: grad(out, (x, w), retain_graph=True),
+    "two backwards": lambda out, x, w: [grad(out, (x, w), retain_graph=retain) for retain in (True, False)],
     "a part": lambda out, x, w: grad(out, w),
     "a double backward": lambda out, x, w: grad(grad(out, x, create_graph=True)[0], w),
     "a read value": lambda out, x, w: out.grad_fn._saved_result,
     "an error in the recompute": lambda out, x, w: grad(out, x),
-    "an error elsewhere": lambda out, x, w: grad(out, x, w, retain_graph=True),
+    "an error elsewhere": lambda out, x, w: grad(out, (x, w), retain_graph=True),
 }
 
 
@@ -117,7 +112,7 @@ def test_the_input_of_a_region_is_freed_by_the_backward() -> None:
     with gc_disabled(), PeakMemory() as memory:
         h = x + 1
         out = remat(lambda x, w: ((x @ w).tanh() @ w).tanh())(h, w)
-        grad(out, h, w)
+        grad(out, (h, w))
         del h
         assert memory.live == KB  # the result
 

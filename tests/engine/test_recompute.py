@@ -14,22 +14,12 @@ from side_by_side import Runs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from without import KB, N, Wrap, grad, plain
 
 from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
 
-N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 X, W = rand(4, 4), rand(4, 4, seed=1)
-Wrap = Callable[..., Callable]
-
-
-def plain(fn: Callable, **options: Any) -> Callable:
-    return fn
-
-
-def grad(out: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
-    out = sum(t.sum() for t in out) if isinstance(out, (tuple, list)) else out.sum()
-    return torch.autograd.grad(out, inputs, **options)
 
 
 def mm_chain(x: Tensor, w: Tensor) -> Tensor:
