@@ -17,7 +17,7 @@ from torch.func import grad
 from without import KB, N, Wrap, plain
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes
-from remat import MutationError, RematError, is_recomputing, policies, remat
+from remat import MutationError, RematError, is_recomputing, remat
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:
@@ -218,44 +218,6 @@ def test_a_dual_made_inside_a_transform_is_an_error(differentiated: int) -> None
 
     with pytest.raises(RematError, match="Make the dual tensor outside of that function"):
         grad(product)(x.detach())
-
-
-def moved(fn: Callable, x: Tensor, y: Tensor) -> Tensor:
-    """The derivative of `fn` in a direction, by a level of its own."""
-    with fwAD.dual_level():
-        out, tangent = pair(fn(fwAD.make_dual(x * 1, y.cos()), y))
-        return out * 0 if tangent is None else tangent * 1
-
-
-def forces(x: Tensor, y: Tensor) -> Tensor:
-    """Runs a backward pass inside."""
-    p = x * 1
-    (g,) = torch.autograd.grad((p * y).sin().sum(), p, create_graph=True)
-    return g * x
-
-
-INSIDE: dict[str, Callable[[Wrap], Callable]] = {
-    "a level": lambda wrap: wrap(lambda x, y: moved(block, x, y)),
-    "around a region": lambda wrap: lambda x, y: moved(wrap(block), x, y),
-    "forces": lambda wrap: wrap(lambda x, y: moved(forces, x, y)),
-    "after a transform": lambda wrap: wrap(lambda x, y: moved(block, grad(lambda p: block(p, y).sum())(x), y)),
-}
-
-
-@pytest.mark.parametrize("policy", [None, policies.everything_saveable, policies.save_matmuls], ids=str)
-@pytest.mark.parametrize("program", INSIDE)
-@pytest.mark.filterwarnings("ignore:The policy")
-def test_levels_inside_of_regions(program: str, policy: Any) -> None:
-    def run(wrap: Wrap) -> list:
-        fn, (x, w, _) = INSIDE[program](wrap), tensors()
-        first = [torch.autograd.grad(fn(x, w).sum(), (x, w)) for _ in range(2)]  # the second uses records of the first
-        found = [fn(x, w)]
-        for _ in range(2):
-            found += torch.autograd.grad((found[-1] + x * w).sin().sum(), (x, w), create_graph=True)
-        return [*found, *first]
-
-    assert_same(run(partial(remat, policy=policy)), run(plain), exact=False)
-    assert not fwAD._current_level >= 0
 
 
 def test_a_dual_input_that_is_changed_after_its_region_and_an_outer_one() -> None:

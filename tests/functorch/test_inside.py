@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, f, forces, rows, squares, through_autograd, vmap
+from both import ALL, RECOMPUTE, Fn, V, W, Wrap, both, by_dual, f, forces, rows, squares, through_autograd, vmap
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp
 
@@ -33,6 +33,9 @@ INSIDE: dict[str, Callable[[Wrap], Fn]] = {
     "vmap(grad)": lambda wrap: wrap(lambda x: vmap(grad(squares(f)))(rows(x)).sum(0)),
     "grad(vmap)": lambda wrap: wrap(grad(lambda x: vmap(torch.sin)(x.reshape(2, 2)).exp().sum())),
     "grad(grad)": lambda wrap: wrap(grad(lambda x: grad(squares(f))(x).sin().sum())),
+    "dual": lambda wrap: wrap(lambda x: by_dual(f, x * 1)[1].sin()),
+    "dual, after grad": lambda wrap: wrap(lambda x: by_dual(f, grad(squares(f))(x))[1]),
+    "dual of forces": lambda wrap: wrap(lambda x: by_dual(forces(f), x * 1)[1] * x),
 }
 
 
@@ -69,16 +72,20 @@ def test_autograd_inside_of_nested_regions_with_policies(saved: str, weight: Ten
     both(program)
 
 
-@pytest.mark.parametrize(
-    ("inside", "outside"),
-    [(i, o) for i in INSIDE for o in ALL if not (i in ("jvp", "jacfwd", "hessian") and o.startswith("dual"))],
-)
-def test_transforms_inside(inside: str, outside: str) -> None:
+def runs_in_torch(inside: str, outside: str) -> bool:
+    if inside.startswith("dual"):
+        return outside in ("autograd", "autograd, twice")
+    return not (inside in ("jvp", "jacfwd", "hessian") and outside.startswith("dual"))
+
+
+@pytest.mark.parametrize("policy", [None, EVERYTHING], ids=["no policy", "everything"])
+@pytest.mark.parametrize(("inside", "outside"), [(i, o) for i in INSIDE for o in ALL if runs_in_torch(i, o)])
+def test_transforms_inside(inside: str, outside: str, policy: Any) -> None:
     def program(wrap: Wrap) -> Any:
         region = INSIDE[inside](wrap)
         return [ALL[outside](region, V) for _ in range(2)]  # the second time, with what the first one has recorded
 
-    both(program)
+    both(program, policy=policy)
 
 
 # A tensor that is stored under `jvp` is refused.
@@ -117,17 +124,6 @@ def test_a_stored_tensor_of_a_level_that_has_ended(policy: Any) -> None:
         return through_autograd(lambda x: wrap(lambda x: step(step(x)).tanh(), policy=policy)(step(x)), V)
 
     both(program)
-
-
-def test_a_backward_in_plain_autograd() -> None:
-    """With respect to an argument, and to a leaf that the region makes."""
-
-    def g(x: Tensor, w: Tensor) -> Tensor:
-        leaf = torch.ones_like(X).requires_grad_()
-        (scale,) = torch.autograd.grad((x * w).sin().sum(), w, create_graph=True)
-        return (x * scale).exp() * torch.autograd.grad((leaf * 2).sin().sum(), leaf)[0]
-
-    both(lambda wrap: through_autograd(wrap(g), X, Y))
 
 
 @pytest.mark.parametrize("inside", INSIDE)

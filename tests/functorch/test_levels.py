@@ -116,15 +116,18 @@ def test_all_runs_draw_the_same_numbers(name: str) -> None:
     both(lambda wrap: ALL[name](wrap(draws), V))
 
 
+SAME: dict[str, Callable[[Fn], Any]] = {
+    "jvp": lambda f: jvp(f, (X,), (Y,)),
+    "vmap": lambda f: torch.func.vmap(f, randomness="same")(X[None]),
+}
+
+
 @pytest.mark.parametrize("drop", [dropout, functools.partial(torch.nn.functional.alpha_dropout, training=True)])
-@pytest.mark.parametrize("name", ["jvp", "vmap"])
+@pytest.mark.parametrize("name", SAME)
 def test_dropout_of_a_transposed_tensor_that_no_transform_follows_draws_the_same_numbers(name: str, drop: Fn) -> None:
     """Torch draws in the order of elements at a level, and in that of memory below all levels."""
     other = X.t().contiguous().t().requires_grad_()
-    transform = {"jvp": lambda f: jvp(f, (X,), (Y,)), "vmap": lambda f: torch.func.vmap(f, randomness="same")(X[None])}[
-        name
-    ]
-    both(lambda wrap: transform(lambda x: wrap(drop)(other) * x))
+    both(lambda wrap: SAME[name](lambda x: wrap(drop)(other) * x))
 
 
 def without_grad(wrap: Wrap) -> Fn:
@@ -162,32 +165,10 @@ def test_grad_mode_inside(transform: Callable, fn: Callable) -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_pullback_is_transformed_after_its_level_ended(name: str) -> None:
-    def program(wrap: Wrap) -> Any:
-        _, pull = vjp(wrap(f), V)
-        return ALL[name](lambda t: pull(t)[0].sin(), V)
-
-    both(program)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_lower_levels_differentiate_a_pullback(name: str) -> None:
-    """Their backward runs after the level of the `vjp` has ended, so its backward must have been recorded."""
+    """A backward of lower levels needs what the backward of the `vjp` has recorded."""
+    both(lambda wrap: (lambda pull: ALL[name](lambda t: pull(t)[0].sin(), V))(vjp(wrap(f), V)[1]))
     both(lambda wrap: ALL[name](lambda x: vjp(wrap(f), x)[1](x.sin())[0], V))
     both(lambda wrap: ALL[name](lambda x: vmap(vjp(wrap(f), x)[1])(rows(x))[0].sum(0), V))
-
-
-@pytest.mark.parametrize("check", ["metadata", "none"])
-@pytest.mark.parametrize("name", ALL)
-def test_regions_inside_regions(name: str, check: str) -> None:
-    """The regions are new, so that nothing recorded in an earlier call matters; then they are called again."""
-
-    def program(wrap: Wrap) -> Any:
-        inner = wrap(lambda x: x.sin().cos())
-        middle = wrap(lambda x: inner(x.exp()).tanh() * x)
-        fn = wrap(lambda x: middle(x).sin())
-        return ALL[name](fn, V), ALL[name](fn, V)
-
-    both(program, determinism_check=check)
 
 
 @pytest.mark.parametrize("inner", [lambda fn: grad(summed(fn)), lambda fn: lambda x: jvp(fn, (x,), (x,))[1]])

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from both import V, W, Wrap, X, Y, both, f, pulled, squares, through_autograd, vmap
+from both import Fn, V, W, Wrap, X, Y, both, f, pulled, squares, through_autograd, vmap
 from cases import CASES, Case, assert_same, flat, rand, total
 from torch import Tensor
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp
@@ -112,6 +112,11 @@ def of_all_kinds(x: Tensor, y: Tensor) -> tuple:
     )  # fmt: skip
 
 
+def floats(wrap: Wrap) -> Fn:
+    """Those that can be differentiated."""
+    return lambda x, y: wrap(of_all_kinds)(x, y)[:10]
+
+
 OUTS = (0, None, 0, None, None, 0, None, 0, 0, None, 0, 0)
 
 
@@ -121,22 +126,6 @@ def tree(params: dict, x: Tensor, *, power: int = 2) -> tuple[dict, dict]:
 
 
 PARAMS = {"a": {"w": W, "b": [V, (X[1],)]}, "unused": Y[0]}
-OF_ALL_KINDS: dict[str, Callable[[Wrap], Any]] = {
-    "jacrev": lambda wrap: jacrev(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(V, Y[0]),
-    "jacfwd": lambda wrap: jacfwd(lambda *a: wrap(of_all_kinds)(*a)[:10], (0, 1))(V, Y[0]),
-    "jvp": lambda wrap: jvp(wrap(of_all_kinds), (V, Y[0]), (Y[0], V)),
-    "jvp, one": lambda wrap: jvp(lambda x: wrap(of_all_kinds)(x, Y[0]), (V,), (Y[0],)),
-    "vmap": lambda wrap: vmap(wrap(of_all_kinds), (0, None), OUTS)(X, Y[0]),
-    "vmap(vjp)": lambda wrap: vmap(lambda *a: pulled(wrap(lambda *a: of_all_kinds(*a)[:10]), *a), (0, None))(X, Y[0]),
-    "has_aux": lambda wrap: grad(
-        lambda x: (wrap(of_all_kinds)(x, Y[0])[0][0], wrap(of_all_kinds)(x, Y[0])), has_aux=True
-    )(V),
-}
-
-
-@pytest.mark.parametrize("name", OF_ALL_KINDS)
-def test_results_of_all_kinds(name: str) -> None:
-    both(OF_ALL_KINDS[name])
 
 
 def without_tangents(wrap: Wrap, x: Tensor) -> Tensor:
@@ -145,6 +134,14 @@ def without_tangents(wrap: Wrap, x: Tensor) -> Tensor:
 
 
 ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
+    "results of all kinds": lambda wrap: [
+        *[transform(floats(wrap), (0, 1))(V, Y[0]) for transform in (jacrev, jacfwd)],
+        jvp(wrap(of_all_kinds), (V, Y[0]), (Y[0], V)),
+        jvp(lambda x: wrap(of_all_kinds)(x, Y[0]), (V,), (Y[0],)),
+        vmap(wrap(of_all_kinds), (0, None), OUTS)(X, Y[0]),
+        vmap(lambda *a: pulled(floats(wrap), *a), (0, None))(X, Y[0]),
+        grad(lambda x: (floats(wrap)(x, Y[0])[0][0], wrap(of_all_kinds)(x, Y[0])), has_aux=True)(V),
+    ],
     "argnums": lambda wrap: [
         grad_and_value(lambda *a: total(wrap(lambda x, y, z: x.sin() * y.exp() + z.cos())(*a)), argnums)(W, X, Y)
         for argnums in (2, -1, (0,), (2, 0), (1, -1))
@@ -208,5 +205,5 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_and_options(name: str) -> None:
+def test_arguments_results_and_options(name: str) -> None:
     both(ARGUMENTS[name])
