@@ -1,7 +1,6 @@
 """A table of functions that tests differentiate by all transforms, and helpers that compare two runs of them.
 
 A case's flags say what plain torch can do with its function; a test selects by them: `cases(func=True, vmap=True)`.
-`tests/engine/test_autograd.py` asserts that the flags are true.
 """
 
 from __future__ import annotations

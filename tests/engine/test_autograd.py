@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
-from cases import Case, assert_same, cases, differentiable_leaves, flat, orders_of, rand, scalar, tensor_leaves, total
+from cases import Case, assert_same, cases, differentiable_leaves, orders_of, rand, tensor_leaves, total
 from torch import Tensor
 from without import KB, N
 
@@ -75,47 +72,6 @@ def test_without_grad_a_region_is_a_plain_call(case: Case, mode: Callable) -> No
                 results.append((fn(*args), torch.rand(1)))
     assert_same(*results)
     assert not differentiable_leaves(results[0]) or case.name.startswith("returns")
-
-
-def double(case: Case) -> None:
-    args = case.make_args()
-    grads = torch.autograd.grad(total(case.fn(*args)), case.inputs(args), create_graph=True, allow_unused=True)
-    second = total(differentiable_leaves(grads))
-    if second.requires_grad:
-        torch.autograd.grad(second, case.inputs(args), allow_unused=True)
-
-
-@cases()
-@pytest.mark.parametrize("flag", ["func", "jvp", "vmap", "double", "jacobian"])
-def test_the_flags_of_the_table_describe_plain_torch(case: Case, flag: str) -> None:
-    """So that no test is skipped by mistake."""
-    call, primals = flat(case)
-    ones = tuple(torch.ones_like(t) for t in primals)
-    func = torch.func
-    works: dict[str, list[Callable]] = {
-        "func": [lambda: func.grad(scalar(case)[0], tuple(range(len(primals))))(*primals)],
-        "jvp": [lambda: func.jvp(call, primals, ones), lambda: call(*map(fwAD.make_dual, primals, ones))],
-        "vmap": [lambda: func.vmap(call, randomness="different")(*(torch.stack([t, t]) for t in primals))],
-        "double": [lambda: double(case)],
-        "jacobian": [
-            lambda: func.jacrev(call)(*primals),
-            lambda: func.jacfwd(call, randomness="same")(*primals),
-            lambda: case.random or func.hessian(scalar(case)[0])(*primals),
-        ],
-    }
-    if flag == "jacobian" and not (case.func and case.jvp):
-        return
-    try:
-        with case.state(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            assert flag in ("double", "jacobian") or (primals and call(*primals))
-            for each in works[flag]:
-                with fwAD.dual_level() if each is works["jvp"][-1] else nullcontext():
-                    each()
-    except Exception:
-        assert not getattr(case, flag)
-    else:
-        assert getattr(case, flag)
 
 
 def forward(case: Case, fn: Callable, args: tuple) -> Any:
