@@ -171,22 +171,6 @@ def test_a_pullback_is_transformed_after_its_level_ended(name: str) -> None:
     both(lambda wrap: ALL[name](lambda x: vmap(vjp(wrap(f), x)[1])(rows(x))[0].sum(0), V))
 
 
-@pytest.mark.parametrize("inner", [lambda fn: grad(summed(fn)), lambda fn: lambda x: jvp(fn, (x,), (x,))[1]])
-@pytest.mark.parametrize("outer", [lambda fn: grad(summed(fn)), lambda fn: grad(summed(grad(summed(fn))))])
-def test_a_level_outside_follows_what_the_levels_inside_do_not(outer: Callable, inner: Callable) -> None:
-    """The vmap maps none of the region's operands, and draws the same numbers, so it does not map the region."""
-
-    def program(wrap: Wrap) -> Any:
-        region = wrap(f)
-
-        def loss(w: Tensor) -> Tensor:
-            return torch.func.vmap(inner(lambda x: region(w) * x.sin()), randomness="same")(rows(X))
-
-        return outer(loss)(X)
-
-    both(program)
-
-
 # Results of which two share memory that a derivative has to follow, and the number of one of them.
 SHARED: dict[str, tuple[Callable[[Tensor], tuple], int]] = {
     "a tensor and its view": (lambda h: (h, h.view_as(h)), 0),

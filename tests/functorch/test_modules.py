@@ -153,7 +153,7 @@ def test_the_models_own_parameters_give_the_result_no_history(transform: Callabl
 
 
 def test_a_recurrent_network_in_a_loop_in_a_region() -> None:
-    """Its list of weights has wrappers of levels that have ended."""
+    """The layer makes its list of weights anew in each call. It has wrappers of levels that have ended."""
     net = nn.GRU(4, 4).double()
     params = detached(net)[0]
 

@@ -5,7 +5,6 @@ Below all levels one graph serves all transforms, on operands that were unwrappe
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -14,8 +13,8 @@ import pytest
 import torch
 from both import ALL, Fn, V, W, Wrap, X, Y, both, plain, summed, through_autograd, vmap
 from cases import assert_same
-from torch import Tensor, nn
-from torch.func import functional_call, grad, jacrev, jvp, vjp
+from torch import Tensor
+from torch.func import grad, jacrev, jvp, vjp
 from torch.nn.utils.parametrize import cached
 
 from benchmarks.measure import leaked_bytes
@@ -155,18 +154,6 @@ def test_a_stored_tensor_that_would_lose_its_derivatives_is_refused(transform: C
 def test_a_tensor_that_is_detached_or_stored_under_vmap_only_is_allowed(transform: Callable) -> None:
     both(lambda wrap: transform(lambda x: wrap(Stores(detach=True))(x).sum())(X))
     both(lambda wrap: vmap(wrap(Stores(detach=False)))(X))
-
-
-@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU])
-def test_parameters_that_a_recurrent_layer_lists_anew_are_not_stored(cls: type[nn.Module]) -> None:
-    layer = cls(4, 4).double()
-    params = {name: torch.stack([p, p.cos()]).detach() for name, p in layer.named_parameters()}
-
-    def program(wrap: Wrap) -> Any:
-        region = wrap(copy.deepcopy(layer))
-        return vmap(grad(lambda p: functional_call(region, p, (X,))[0].sum()))(params)
-
-    both(program)
 
 
 def hooked(tensor: Tensor) -> Tensor:
