@@ -43,10 +43,6 @@ class Call:
         self.guards: Guards = NO_GUARDS  # the operands' guards
         self.unread: set[int] = set()  # operands that autograd follows below all levels, and no result depends on
 
-    def close(self) -> None:
-        """End the first run. A watch refers to its region."""
-        self.watch = self.recorder = None
-
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
         """Run a region, or a transform of it, on plain operands."""
         operands = [t.detach() if i in self.unread else t for i, t in enumerate(operands)] if self.unread else operands

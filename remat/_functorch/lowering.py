@@ -39,7 +39,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             try:
                 with own_work():
                     outs = _first_run(region, shared)
-                shared.close()
+                shared.watch = shared.recorder = None  # nodes own it, and a watch refers to its region
                 return region.outputs.build(outs, region.inputs.operands())
             except NeedsLevels:
                 needs_levels = True

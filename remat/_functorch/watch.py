@@ -41,8 +41,6 @@ class Watch(TorchFunctionMode):
         self.start = private.next_sequence_number()
         self.inside: dict[int, weakref.ref] = {}
         self.suspects: list[weakref.ref] = []  # made inside, or captured
-        # Wrappers of the operands at the levels above the bottom: read inside the region, they are captured.
-        self.wrappers = {id(wrapper) for operand in region.inputs.operands() for wrapper in _chain(operand)[:-1]}
 
     def __enter__(self) -> Watch:
         self.outer, state.watch = state.watch, self
@@ -113,7 +111,7 @@ class Watch(TorchFunctionMode):
             if self._is_inside(tensor) or (private.is_wrapped(tensor) and private.is_dead(tensor)):
                 continue
             if private.is_wrapped(tensor):
-                if id(tensor) in self.wrappers or private.level_of(tensor) > (private.current_level() or 0):
+                if private.level_of(tensor) > (private.current_level() or 0):
                     raise CaptureError(_HIDDEN.format(tuple(tensor.shape)))
                 if not any(map(self._is_inside, chain := _chain(tensor))) and not self._is_newer(chain[-1]):
                     self.suspects.append(weakref.ref(tensor))
