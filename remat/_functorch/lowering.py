@@ -38,9 +38,15 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             shared, needs_levels = Call(recorder_for(region)), False
             try:
                 with own_work():
-                    outs = _first_run(region, shared)
+                    operands = region.inputs.operands()
+                    if state.watch is not None:
+                        state.watch.reads(operands)
+                    outs = apply(region, operands, shared)
+                    shared.watch.check_end(outs)
+                    if state.watch is not None:
+                        state.watch.made(outs)
                 shared.watch = shared.recorder = None  # nodes own it, and a watch refers to its region
-                return region.outputs.build(outs, region.inputs.operands())
+                return region.outputs.build(outs, operands)
             except NeedsLevels:
                 needs_levels = True
             except Exception as error:
@@ -61,17 +67,6 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
 def _is_followed(tensor: torch.Tensor) -> bool:
     """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
     return tensor.requires_grad or private.is_wrapped(tensor)
-
-
-def _first_run(region: Region, shared: Call) -> list[torch.Tensor]:
-    """The new tensors of a first run."""
-    if state.watch is not None:
-        state.watch.reads(region.inputs.operands())
-    outs = apply(region, region.inputs.operands(), shared)
-    shared.watch.check_end(outs)
-    if state.watch is not None:
-        state.watch.made(outs)
-    return outs
 
 
 _CACHED = (
