@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_same, cases, differentiable_leaves, orders_of, rand, tensor_leaves, total
+from cases import Case, assert_same, cases, differentiable_leaves, orders_of, rand, repeated, tensor_leaves, total
 from torch import Tensor
 from without import KB, N
 
@@ -117,9 +117,7 @@ def block(x: Tensor, w: Tensor) -> Tensor:
 
 
 def chain(fn: Callable, x: Tensor, w: Tensor, depth: int = 8) -> Tensor:
-    for _ in range(depth):
-        x = fn(x, w)
-    return x
+    return repeated(lambda x: fn(x, w), depth)(x)
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -39,10 +39,7 @@ def the_result_of_another_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
     return wrap(lambda y: ((y[1:3] @ h).tanh() * h.t()[:2]).exp())(w)
 
 
-OLDER = [
-    an_input_of_the_outer_region, captured_by_both_regions, made_in_the_outer_region,
-    the_result_of_another_region,
-]  # fmt: skip
+OLDER = [an_input_of_the_outer_region, captured_by_both_regions, made_in_the_outer_region, the_result_of_another_region]
 
 
 @pytest.mark.parametrize("options", [{}, {"determinism_check": "none"}, {"determinism_check": "values"}], ids=str)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import Case, assert_same, cases, flat, rand, total
+from cases import Case, assert_same, cases, flat, rand, repeated, total
 from side_by_side import Runs
 from torch import Tensor
 from torch.func import grad
@@ -105,11 +105,6 @@ def with_a_tangent_of_the_cotangent(fn: Callable, x: Tensor, w: Tensor, v: Tenso
         return [pair(g) for g in torch.autograd.grad(out, (x, w), fwAD.make_dual(v, v.cos()))]
 
 
-def under_no_grad(fn: Callable, x: Tensor, w: Tensor, v: Tensor) -> Any:
-    with torch.no_grad(), fwAD.dual_level():
-        return pair(fn(fwAD.make_dual(x, v), w))
-
-
 ORDERS: dict[str, Callable] = {
     "reverse over forward": reverse_over_forward,
     "reverse over forward, after the level": partial(reverse_over_forward, after=True),
@@ -119,7 +114,6 @@ ORDERS: dict[str, Callable] = {
     "forward over reverse, then reverse": partial(forward_over_reverse, create_graph=True),
     "cotangent": with_a_tangent_of_the_cotangent,
     "cotangent in the next level": partial(with_a_tangent_of_the_cotangent, before=True),
-    "under no_grad": under_no_grad,
 }
 
 
@@ -177,10 +171,7 @@ def test_a_chain_saves_one_primal_and_one_tangent_for_each_region() -> None:
 
     def forward(fn: Callable, depth: int) -> Any:
         with fwAD.dual_level():
-            h = fwAD.make_dual(x, v)
-            for _ in range(depth):
-                h = fn(h, w)
-            return pair(h)[1]
+            return pair(repeated(lambda h: fn(h, w), depth)(fwAD.make_dual(x, v)))[1]
 
     held = [held_bytes(forward, remat(block), depth) / KB for depth in (4, 8)]
     assert held[1] - held[0] == 4 * 2 and held_bytes(forward, block, 8) / KB > 2 * held[1]

@@ -53,13 +53,7 @@ def other_dtype(x: Tensor) -> Tensor:
     return (x.sin().double() if is_recomputing() else x.sin()).exp()
 
 
-def saved(index: int, before: str, now: str) -> str:
-    return (
-        rf"Tensor {index} that the region saved for its backward was {before} in the forward and {now} in the "
-        r"recompute, at LINE\. "
-    )
-
-
+SAVED = r"Tensor 1 that the region saved for its backward was {} in the forward and {} in the recompute, at LINE\. "
 FEWER = "The region saved {} tensors for its backward in the forward, and only {} in the recompute. "
 ERRORS: dict[str, tuple[Callable, dict, str, str]] = {
     "one more": (
@@ -73,10 +67,10 @@ ERRORS: dict[str, tuple[Callable, dict, str, str]] = {
     "none, without check": (saves_nothing, {"determinism_check": "none"}, FEWER.format(2, 0), ""),
     "fewer, without check": (saves_less, {"determinism_check": "none"}, FEWER.format(3, 2), ""),
     "another operation": (
-        saves_less, {}, saved(1, r"float32\[3\] of ExpBackward0", r"float32\[3\] of SinBackward0"), "return y.cos() if"
+        saves_less, {}, SAVED.format(r"float32\[3\] of ExpBackward0", r"float32\[3\] of SinBackward0"), "y.cos() if"
     ),
     "another dtype, with checksums": (
-        other_dtype, {"determinism_check": "values"}, saved(1, r"float32\[3\].*", r"float64\[3\].*"), "exp()"
+        other_dtype, {"determinism_check": "values"}, SAVED.format(r"float32\[3\].*", r"float64\[3\].*"), "exp()"
     ),
 }  # fmt: skip
 

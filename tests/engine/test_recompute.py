@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same, rand
+from cases import assert_same, rand, repeated
 from side_by_side import Runs
 from torch import Tensor
 from torch.nn import functional as F
@@ -123,13 +123,8 @@ def test_the_memory_of_a_tree_of_regions_is_logarithmic() -> None:
 
 @pytest.mark.parametrize("retain", [False, True])
 def test_values_are_released_while_the_pass_goes_on(retain: bool) -> None:
-    def fn(x: Tensor) -> Tensor:
-        for _ in range(10):
-            x = x.sin()
-        return x
-
     x, alive = torch.ones(64, 64, requires_grad=True), list[int]()
-    out = remat(fn)(x).sum()
+    out = remat(repeated(torch.sin, 10))(x).sum()
     with PeakMemory() as memory:
         x.register_hook(lambda _: alive.append(memory.total))
         grad(out, x, retain_graph=retain)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from both import ALL, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, pushed, rows, summed
+from cases import repeated
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
@@ -172,8 +173,7 @@ def test_cotangents_that_autograd_follows_below_two_transforms() -> None:
 
 def test_a_graph_with_many_paths_is_searched_once() -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
-        for _ in range(60):
-            x = x + x
+        x = repeated(lambda x: x + x, 60)(x)
         return grad(lambda x: (x * 2.0**-60).sin().sum())(x) + y.detach()
 
     x, y = (t.clone().requires_grad_() for t in (X, Y))

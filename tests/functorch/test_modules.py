@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from both import Wrap, X, both, plain, summed, through_autograd
-from cases import SineAndCosine, assert_same, rand
+from cases import SineAndCosine, assert_same, rand, repeated
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
@@ -158,12 +158,7 @@ def test_a_recurrent_network_in_a_loop_in_a_region() -> None:
     params = detached(net)[0]
 
     def program(wrap: Wrap) -> Any:
-        def loop(params: dict, x: Tensor) -> Tensor:
-            for _ in range(2):
-                x = wrap(lambda x: functional_call(net, params, (x[None],))[0][0])(x)
-            return x
-
-        region = wrap(loop)
+        region = wrap(lambda params, x: repeated(wrap(lambda x: functional_call(net, params, (x[None],))[0][0]), 2)(x))
         return jvp(grad(lambda params: region(params, X).sin().sum()), (params,), (params,))[1]
 
     both(program)
@@ -204,17 +199,16 @@ def test_expanded_weights_are_refused() -> None:
     assert "`vmap(grad(loss))`" in error.value.__notes__[0]
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda f, p: jvp(f, (p,), (p,), has_aux=True),
-        lambda f, p: jvp(grad(f, has_aux=True), (p,), (p,), has_aux=True),
-        lambda f, p: hessian(lambda params: f(params)[0])(p),
-        lambda f, p: jacfwd(grad(f, has_aux=True), has_aux=True)(p),
-    ],
-    ids=["jvp", "jvp(grad)", "hessian", "jacfwd(grad)"],
-)
-def test_batch_norm_changes_copies_of_its_buffers_once(transform: Callable) -> None:
+WITH_COPIES: dict[str, Callable[[Callable, dict], Any]] = {
+    "jvp": lambda f, p: jvp(f, (p,), (p,), has_aux=True),
+    "jvp(grad)": lambda f, p: jvp(grad(f, has_aux=True), (p,), (p,), has_aux=True),
+    "hessian": lambda f, p: hessian(lambda params: f(params)[0])(p),
+    "jacfwd(grad)": lambda f, p: jacfwd(grad(f, has_aux=True), has_aux=True)(p),
+}
+
+
+@pytest.mark.parametrize("name", WITH_COPIES)
+def test_batch_norm_changes_copies_of_its_buffers_once(name: str) -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Tanh()).double()
     params, buffers = detached(net)
 
@@ -225,6 +219,6 @@ def test_batch_norm_changes_copies_of_its_buffers_once(transform: Callable) -> N
             copies = {name: buffer.clone() for name, buffer in buffers.items()}
             return region({**params, **copies}, X).sin().sum(), copies
 
-        return transform(loss, params)
+        return WITH_COPIES[name](loss, params)
 
     both(program)

@@ -1,7 +1,4 @@
-"""What a region can't do under torch.func, and is refused with the remedy; and what it needs its levels for.
-
-Below all levels one graph serves all transforms, on operands that were unwrapped.
-"""
+"""What a region can't do under torch.func, and is refused with the remedy; and what it needs its levels for."""
 
 from __future__ import annotations
 
@@ -259,18 +256,6 @@ def test_refused_under_several_levels(act: str, text: str, transform: str) -> No
         return both(lambda wrap: ALL[transform](wrap(ACTS[act]), V))
     with pytest.raises(RematError, match=text):
         ALL[transform](remat(ACTS[act]), V)
-
-
-@pytest.mark.parametrize("transform", ALL)
-def test_inputs_require_grad_as_without_remat(transform: str) -> None:
-    """In the first run: code such as `if not x.requires_grad: x.requires_grad_()` depends on it."""
-
-    def program(wrap: Wrap) -> bool:
-        seen = []
-        ALL[transform](wrap(lambda x: (seen.append(x.requires_grad), x.sin())[1]), V)
-        return seen[0]
-
-    both(program)
 
 
 @pytest.mark.parametrize("around", [lambda f: f, lambda f: grad(summed(f))], ids=["nothing", "grad"])
