@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
 from .._core.tensors import is_left_from_vmap
-from .._core.trees import attributes, contents, copy_dict, size
+from .._core.trees import attributes, contents, copy_dict, holds_tensors, size
 from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables
 
 
@@ -312,8 +312,8 @@ class Captured:
         is_dict = isinstance(value, dict)
         items = copy_dict(value) if is_dict else dict(enumerate(list.copy(value)))
         if (copy := self._copies.get(id(value))) is not None:
-            whole = path.up is not None or (is_dict and _holds_a_tensor(items))
-            copy.fill({key: self._frozen(item) for key, item in items.items()}, whole)
+            copy.whole = path.up is not None or (is_dict and holds_tensors(items, 1))
+            copy.items = {key: self._frozen(item) for key, item in items.items()}
         for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))
         if type(value) not in COPIED:
@@ -332,10 +332,6 @@ def _is_looked_into(container: Any) -> bool:
     if length <= _SAMPLE:
         return True
     return length <= _LIMIT and any(visits[type(item)] for item in islice(contents(container), _SAMPLE))
-
-
-def _holds_a_tensor(items: dict[Any, Any]) -> bool:
-    return any(issubclass(type(value), Tensor) for value in items.values())
 
 
 @ByClass

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.trees import contents, copy_dict
+from .._core.trees import contents, copy_dict, holds_tensors
 
 COPIED = (dict, OrderedDict, defaultdict, list)
 
@@ -130,22 +130,6 @@ class Copy:
         """Whether ``now`` is the container. A new one at the address of a freed one is taken for it, and filled."""
         return type(now) is self.kind and id(now) == self.address
 
-    def fill(self, items: dict[Any, Any], whole: bool) -> None:
-        """Record the contents."""
-        self.items, self.whole = items, whole
-
-
-def _tensors(container: Any, depth: int = 2) -> set[int]:
-    """The ids of the tensors in a container, and of those in containers in it."""
-    found: set[int] = set()
-    for item in contents(container):
-        cls = type(item)
-        if issubclass(cls, torch.Tensor):
-            found.add(id(item))
-        elif depth and issubclass(cls, (dict, list, tuple)):
-            found |= _tensors(item, depth - 1)
-    return found
-
 
 class bound:
     """Within, variables have their values of the first run; afterwards those of now again.
@@ -215,7 +199,7 @@ class bound:
                 before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
             elif may_be_a_log and all(map(is_, now.values(), wanted.values())):
                 added = list(now.values())[len(wanted) :]
-                before = before if _tensors(added) else dict(enumerate([*before.values(), *added]))
+                before = before if holds_tensors(added) else dict(enumerate([*before.values(), *added]))
             if not _same(now, before):
                 variables.put(before)
 

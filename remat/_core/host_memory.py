@@ -53,7 +53,6 @@ class Offloaded:
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self.nbytes = tensor.numel() * tensor.element_size()
-        self.group: Any = None
         self._arrival: _Arrival | None = None
         self._copied: torch.Event | None = None
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
@@ -120,9 +119,9 @@ class Group:
         self._siblings[self._number] = self
         self._reached_in: Callable[[], Pass | None] = lambda: None
 
-    def prefetch(self) -> None:
-        if (running := current_pass()) is not None:
-            running.frames.append(weakref.ref(self))
+    def prefetch(self, running: Pass) -> None:
+        """Start to copy the tensors back. The pass releases the copies at its end."""
+        running.frames.append(weakref.ref(self))
         with suppress(torch.OutOfMemoryError):  # a prefetch only saves time
             for member in self._alive():
                 member.prefetch()
@@ -145,10 +144,10 @@ class Group:
             for group in siblings:
                 if group._number > self._number:
                     group.clear()
-        self.prefetch()
+        self.prefetch(running)
         for group in reversed(siblings):
             if group._number < self._number and group._alive():
-                group.prefetch()
+                group.prefetch(running)
                 break
 
     def _alive(self) -> list[Offloaded]:

@@ -127,13 +127,14 @@ class within:
         self.values = values
 
     def __enter__(self) -> None:
-        now = [(name, getattr(state, name)) for name in self.values]
-        self.before = [(name, value) for name, value in now if value is not self.values[name]]
-        for name, _ in self.before:
-            setattr(state, name, self.values[name])
+        self.before: dict[str, Any] = {}
+        for name, value in self.values.items():
+            if (now := getattr(state, name)) is not value:
+                self.before[name] = now
+                setattr(state, name, value)
 
     def __exit__(self, *exception: Any) -> None:
-        for name, value in self.before:
+        for name, value in self.before.items():
             setattr(state, name, value)
 
 
@@ -156,30 +157,14 @@ def first_run() -> within:
     return within(own_work=False, checkpointing=True, unseen=False, filling=filling)
 
 
-class _flag:
-    """``within`` for one attribute, which most operations of a region need."""
-
-    __slots__ = ("before", "name", "value")
-
-    def __init__(self, name: str, value: bool) -> None:
-        self.name, self.value = name, value
-
-    def __enter__(self) -> None:
-        self.before = getattr(state, self.name)
-        setattr(state, self.name, self.value)
-
-    def __exit__(self, *exception: Any) -> None:
-        setattr(state, self.name, self.before)
-
-
-def own_work(value: bool = True) -> _flag:
+def own_work(value: bool = True) -> within:
     """Within, calls are the package's own, which no `Watch` sees; with False, the user's again."""
-    return _flag("own_work", value)
+    return within(own_work=value)
 
 
-def unseen() -> _flag:
+def unseen() -> within:
     """Within, operations are the package's own, which no recorder of a region sees."""
-    return _flag("unseen", True)
+    return within(unseen=True)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
