@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import functools
 import types
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -152,9 +151,7 @@ def odd(base: type, **names: Any) -> Any:
     return type(f"Odd{base.__name__.title()}", (base,), {**overridden, **names})
 
 
-Tuple, List, Dict, Ordered, Default, Named = map(odd, (tuple, list, dict, OrderedDict, defaultdict, Pair))
-Object, Slotted, KEYS = odd(Holder), odd(Slots, __slots__=()), [odd(object, __hash__=lambda self: 7)()]
-first: Callable[[Any], Any] = lambda h: tuple.__getitem__(h, 0)
+List, Dict, Named, Object, KEYS = *map(odd, (list, dict, Pair, Holder)), [odd(object, __hash__=lambda self: 7)()]
 
 # How an error names the place, and its function.
 PLACES: dict[str, tuple[str, Build]] = {
@@ -189,11 +186,9 @@ PLACES: dict[str, tuple[str, Build]] = {
         lambda w: Holder(w).helper, lambda h: h.__self__.w, lambda h, w: set_w(h.__self__, w))),
     "module in a closure": ("held.w", held(Module, lambda h: h.w, set_w)),
     # Classes whose special methods can't be used.
-    "odd named tuple": ("held[0]", held(lambda w: Named(w, 2), first)),
+    "odd named tuple": ("held[0]", held(lambda w: Named(w, 2), lambda h: tuple.__getitem__(h, 0))),
     "odd list": ("held[0]", held(lambda w: List([w, 2]), lambda h: list.__getitem__(h, 0))),
     "odd dict": ("held['w']", held(lambda w: Dict(w=w, n=2), lambda h: dict.__getitem__(h, "w"))),
-
-
     "odd object": ("held.w", held(Object, lambda h: h.w)),
     "odd key": ("held[a OddObject]", held(lambda w: {KEYS[0]: w}, lambda h: h[KEYS[0]])),
 }  # fmt: skip

@@ -1,4 +1,7 @@
-"""What a function captures: how it is found and named without running it, and restored for another run."""
+"""What a function captures: how it is found and named without running it, and restored for another run.
+
+The last tests run regions: the tensors of the first run are used again, and changes of them are noticed.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from places import PLACES
+from cases import assert_same
+from places import HIDDEN, PLACES, Build, work
 from torch import Tensor, nn
 
+from remat import MutationError, remat
 from remat._captured.captured import Captured as find
 from remat._captured.variables import Items, bound
 
@@ -148,13 +153,10 @@ def test_a_tensor_in_two_places_has_both_names() -> None:
 tanh = torch.ones(2)
 
 
-def test_an_attribute_is_no_global_of_its_name() -> None:
-    assert paths(lambda x: x.tanh()) == [] and paths(lambda x: tanh) == ["global 'tanh'"]
-
-
-def test_all_roots_are_searched() -> None:
-    w, net = torch.ones(2), nn.Linear(2, 2)
-    assert paths(lambda net, x: net(x) * w, net, "text", None) == ["closure variable 'w'", "self.weight", "self.bias"]
+def test_all_roots_are_searched_and_an_attribute_is_no_global_of_its_name() -> None:
+    net = nn.Linear(2, 2)
+    assert paths(lambda x: x.tanh()) == []
+    assert paths(lambda net, x: net(x) * tanh, net, "text", None) == ["global 'tanh'", "self.weight", "self.bias"]
 
 
 def test_odd_objects_cause_no_error() -> None:
@@ -169,20 +171,12 @@ def test_odd_objects_cause_no_error() -> None:
     assert paths(lambda x: held) == ["held[5]['w']"]
 
 
-def vjp_of_a_library() -> Callable:
-    return torch.func.vjp(torch.sin, torch.ones(2))[1]
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        torch.relu, nn.functional.relu, lambda x: torch.relu(x) * sys.maxsize, 3, vjp_of_a_library(),
-        held_by(vjp_of_a_library()), held_by([torch.Tensor, Slots, {W}, frozenset({W})]),
-    ],
-)  # fmt: skip
-def test_libraries_classes_and_sets_are_not_searched(fn: Any) -> None:
-    assert tensors(fn) == []
-    assert find(vjp_of_a_library()).variables == []  # nor are their variables restored
+def test_libraries_classes_and_sets_are_not_searched() -> None:
+    vjp = torch.func.vjp(torch.sin, torch.ones(2))[1]
+    assert find(vjp).variables == []  # nor are their variables restored
+    sets = [torch.Tensor, Slots, {W}, frozenset({W})]
+    for fn in (torch.relu, nn.functional.relu, lambda x: x * sys.maxsize, 3, vjp, held_by(vjp), held_by(sets)):
+        assert tensors(fn) == []
 
 
 def test_a_search_in_cycles_and_deep_and_shared_containers_ends() -> None:
@@ -245,20 +239,8 @@ def held(value: Callable[[], Any]) -> Callable[[], Callable]:
     return lambda: held_by(value())
 
 
-def of(fn: Any) -> Any:
-    """The value of the variable `held`."""
-    return fn.__closure__[0].cell_contents
-
-
-def rebound(value: Any) -> Callable[[Any], None]:
-    def change(fn: Any) -> None:
-        fn.__closure__[0].cell_contents = value
-
-    return change
-
-
-def emptied(fn: Any) -> None:
-    del fn.__closure__[0].cell_contents
+cell: Callable[[Any], Any] = lambda fn: fn.__closure__[0]  # of the variable `held`
+of: Callable[[Any], Any] = lambda fn: cell(fn).cell_contents
 
 
 # A function, and what happens to its variables between the two runs.
@@ -268,13 +250,15 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a parameter is replaced": (Net, lambda net: setattr(net.layers[0], "weight", nn.Parameter(torch.zeros(2, 2)))),
     "a layer is removed": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda net: net.pop(0)),
     "defaults are removed": (with_defaults, without_defaults),
-    "a dict is cleared": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).clear()),
     "a key is renamed": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).update(v=of(fn).pop("w"))),
     "a list gets shorter": (held(lambda: [torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
     "a list gets longer": (held(lambda: [torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
     "an item is replaced": (held(lambda: [torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
-    "a tuple is replaced": (held(lambda: (torch.ones(2), 1)), rebound((torch.zeros(2), 1, 2))),
-    "a variable is emptied": (held(lambda: torch.ones(2)), emptied),
+    "a tuple is replaced": (
+        held(lambda: (torch.ones(2), 1)),
+        lambda fn: setattr(cell(fn), "cell_contents", (torch.zeros(2), 1, 2)),
+    ),
+    "a variable is emptied": (held(lambda: torch.ones(2)), lambda fn: delattr(cell(fn), "cell_contents")),
     "a partial gets other arguments": (
         lambda: functools.partial(torch.add, torch.ones(2), alpha=2),
         lambda fn: fn.__setstate__((fn.func, (torch.zeros(2),), {}, {"note": "kept"})),
@@ -323,3 +307,87 @@ def test_variables_are_put_back_if_one_of_them_cannot_be_set() -> None:
     with pytest.raises(ZeroDivisionError), bound([*found.variables, Broken([1], {0: 2})], {}):
         pass
     assert holder.w is w
+
+
+CHANGED = (
+    " was changed in place between the region's forward and its backward, which recomputes the region and would give "
+    "wrong gradients. "
+)  # fmt: skip
+OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
+OF_OTHERS = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
+every_place = pytest.mark.parametrize("place", PLACES)
+
+
+@pytest.fixture(params=[True, False], ids=["requires grad", "plain"])
+def w(request: pytest.FixtureRequest) -> Tensor:
+    return torch.randn(3).requires_grad_(request.param)
+
+
+def check_bound_anew(build: Build, w: Tensor, wrap: Callable = remat) -> None:
+    """The gradients are those of `w`, though the place has another tensor since, which remains there."""
+    x, other = torch.randn(3, requires_grad=True), torch.full((3,), 7.0)
+    inputs = [t for t in (x, w) if t.requires_grad]
+    fn, rebind = build(w)
+    out, expected = wrap(fn)(x), work(x, w)
+    rebind(other)
+    gradients = [torch.autograd.grad(out.sum(), inputs, retain_graph=True) for _ in range(2)]
+    assert_same((out.detach(), gradients), (expected.detach(), [torch.autograd.grad(expected.sum(), inputs)] * 2))
+    assert torch.equal(fn(x), work(x, other))
+
+
+@every_place
+def test_another_tensor_in_the_place_before_the_backward(place: str, w: Tensor) -> None:
+    check_bound_anew(PLACES[place][1], w)
+
+
+@every_place
+def test_a_change_in_place_is_an_error_that_names_the_place(place: str, w: Tensor) -> None:
+    path, build = PLACES[place]
+    x = torch.randn(3, requires_grad=True)
+    loss = remat(build(w).fn)(x).sum()
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(MutationError) as raised:
+        loss.backward()
+    text, _, region = str(raised.value).partition("\nThe region is ")
+    assert text == f"captured {path}{CHANGED}{OF_PARAMETERS if w.requires_grad else OF_OTHERS}"
+    assert region == f"{raised.value.region}." and f" called at {__file__}:" in region
+    assert x.grad is None and w.grad is None
+
+
+@every_place
+def test_transforms_follow_the_tensor(place: str) -> None:
+    def second_gradient(wrap: Callable) -> Tensor:
+        first = torch.func.grad(lambda w: wrap(PLACES[place][1](w).fn)(torch.ones(3)).sum())
+        return torch.func.grad(lambda w: first(w).sum())(torch.linspace(0.1, 1, 3))
+
+    assert_same(second_gradient(remat), second_gradient(lambda fn: fn))
+
+
+@pytest.mark.parametrize("place", HIDDEN)
+def test_a_place_that_is_not_found(place: str, w: Tensor) -> None:
+    """A change in place is an error. With another tensor in the place the result is right, or an error."""
+    x = torch.randn(3, requires_grad=True)
+    out, expected = remat(HIDDEN[place](w).fn)(x), work(x, w)
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(expected.sum(), x))
+    loss = remat(HIDDEN[place](w).fn)(x).sum()
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(MutationError, match=r"[Cc]aptured .* changed in place"):
+        loss.backward()
+    # Where autograd doesn't follow the tensor, only its values show the change.
+    try:
+        check_bound_anew(HIDDEN[place], w, remat if w.requires_grad else remat(determinism_check="values"))
+    except RuntimeError as error:
+        assert "captured" in str(error) or "same each time" in str(error)
+
+
+def test_a_parameter_that_hooks_of_the_module_replace_around_the_forward() -> None:
+    """`remat.remat(module)` runs them outside the region, whose recompute uses the parameter of the first run."""
+    module, x, full = nn.Linear(3, 3), torch.randn(2, 3), nn.Parameter(torch.randn(3, 3))
+    region, shard = remat(module), module.weight
+    region.register_forward_pre_hook(lambda module, args: setattr(module, "weight", full))
+    region.register_forward_hook(lambda module, args, out: setattr(module, "weight", shard))
+    region(x).exp().sum().backward()
+    assert_same((full.grad,), torch.autograd.grad(nn.functional.linear(x, full, module.bias).exp().sum(), full))
+    assert module.weight is shard and shard.grad is None

@@ -1,4 +1,7 @@
-"""Python state that a region reads, and that changes after its first run: the recompute sees the earlier state."""
+"""Python state that a region reads, and that changes after its first run: the recompute sees the earlier state.
+
+The last tests are of tensors that a region appends to a list or dict, as libraries do to collect outputs.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from cases import assert_same
 from torch import Tensor, nn
 from torch.func import vmap
 
-from remat import is_recomputing, policies
-from remat import remat as rematerialized
+from benchmarks.measure import leaked_bytes
+from remat import is_recomputing, policies, remat
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
 Wrap = Callable[[Any], Any]
@@ -45,11 +48,11 @@ def by_second_grad(f: Callable, x: Tensor, change: Callable[[], object] = nothin
 
 
 WAYS: dict[str, tuple[Callable, Wrap]] = {
-    "autograd": (by_autograd, rematerialized),
-    "a policy": (by_autograd, rematerialized(policy=policies.save_matmuls)),
-    "nested": (by_autograd, lambda fn: rematerialized(rematerialized(fn))),
-    "grad": (by_grad, rematerialized),
-    "second grad": (by_second_grad, rematerialized),
+    "autograd": (by_autograd, remat),
+    "a policy": (by_autograd, remat(policy=policies.save_matmuls)),
+    "nested": (by_autograd, lambda fn: remat(remat(fn))),
+    "grad": (by_grad, remat),
+    "second grad": (by_second_grad, remat),
 }
 
 
@@ -180,8 +183,6 @@ def of_closure() -> Program:
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {
-    "nothing": of_module(nothing),
-    "eval": of_module(lambda m: m.eval()),
     "numbers": of_module(lambda m: m.numbers["k"].__setitem__(0, 3.0)),
     "everything": of_module(everything),
     "cache cleared": of_module(lambda m: m.cache.clear(), Cached),
@@ -203,6 +204,16 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         "def fn(x): return (x * d['w'][0] * o['w'] * l[0] * (1 + len(d['more']) + len(o) + len(l))).sin()",
         lambda: {"d": defaultdict(list, w=[X[0]]), "o": OrderedDict(w=X[1]), "l": [X[2]]},
         lambda scope: scope.update(d={}, o={}, l=()),
+    ),
+    "containers that get more entries": of_source(
+        "def fn(x): return (x * l[-1] * len(d)).sin().exp()",
+        lambda: {"l": [2.0], "d": {0: 1.0}},
+        lambda scope: (scope["l"].append(3.0), scope["d"].update({9: 3.0})),
+    ),
+    "dicts that the first run fills, with and without tensors": of_source(
+        "def fn(x):\n k = len(d) + 2 * len(e)\n d['done'] = e['done'] = True\n return (x * k * d['w']).sin().exp()",
+        lambda: {"d": {"w": X[0]}, "e": {}},
+        nothing,
     ),
     "two containers that are one later": of_source(
         "def fn(x): return (x * l[0] * d['w']).sin() * m[0] * e['w']",
@@ -234,7 +245,7 @@ def test_the_same_objects_remain_after_a_backward() -> None:
         used = torch.cos if is_recomputing() else used
         return y.exp() * 2
 
-    f, cache = rematerialized(fn, early_stop=False), layer.cache
+    f, cache = remat(fn, early_stop=False), layer.cache
     out = f(x) + f(x)
     items, before = list(cache), dict(vars(layer))
     out.sum().backward()
@@ -256,7 +267,7 @@ def test_an_exception_in_a_recompute_leaves_the_state(way: Callable) -> None:
         module.runs, module.weight.scale, fail[0] = 5, 7.0, True
 
     with pytest.raises(ZeroDivisionError):
-        way(rematerialized(fn), X, change)
+        way(remat(fn), X, change)
     assert (module.runs, module.weight.scale) == (5, 7.0) and module.log is log == [1]
 
 
@@ -265,7 +276,7 @@ def test_tensors_in_attributes_of_parameters_are_left_alone() -> None:
     module: Any = Scaled()
     module.weight.old, module.weight.none = torch.ones(1000), None
     old = weakref.ref(module.weight.old)
-    loss = rematerialized(module)(X.clone().requires_grad_()).sum()
+    loss = remat(module)(X.clone().requires_grad_()).sum()
     del module.weight.old
     assert old() is None
     new = module.weight.none = module.center.new = torch.ones(1000)
@@ -286,63 +297,23 @@ def test_a_container_that_is_made_anew_in_each_step_of_a_loop(make: Callable) ->
             total = total + wrap(lambda x: (x * factors[0]).sin())(x).sum()
         return torch.autograd.grad(total, x)[0]
 
-    assert_same(steps(rematerialized), steps(lambda fn: fn))
+    assert_same(steps(remat), steps(lambda fn: fn))
 
 
 @pytest.mark.parametrize("way", [by_autograd, by_grad])
 @pytest.mark.parametrize("cleared", [False, True])
 def test_a_log_of_the_runs(way: Callable, cleared: bool) -> None:
-    """It keeps what a recompute adds, also if it was cleared since the forward."""
-    log: list[str] = ["start"]
+    """It keeps what a recompute adds, also if it was cleared since the forward; unless each run fills it anew."""
+    log, last = ["start"], [1.0]
 
     def fn(x: Tensor) -> Tensor:
         log.append("recompute" if is_recomputing() else "forward")
-        return x.sin().exp()
-
-    way(rematerialized(fn), X, log.clear if cleared else nothing)
-    before = [] if cleared else ["start", "forward"]
-    assert log[: len(before)] == before and set(log[len(before) :]) == {"recompute"}
-
-
-@pytest.mark.parametrize("way", [by_autograd, by_grad])
-def test_a_list_that_each_run_fills_anew(way: Callable) -> None:
-    last: list[float] = [1.0]
-
-    def fn(x: Tensor) -> Tensor:
         last[:] = [2.0, 3.0]
         return x.sin().exp()
 
-    way(rematerialized(fn), X)
-    assert last == [2.0, 3.0]
-
-
-@pytest.mark.parametrize("way", [by_autograd, by_grad])
-def test_a_dict_with_tensors_has_no_new_entries_in_a_recompute(way: Callable) -> None:
-    def program() -> Callable:
-        state: dict[str, Any] = {"scale": X[0]}
-
-        def fn(x: Tensor) -> Tensor:
-            x = (x * state["scale"]).sin() if "started" in state else x.exp().sin()
-            state["started"] = True
-            return x.exp()
-
-        return fn
-
-    assert_same(way(rematerialized(program()), X), way(program(), X))
-
-
-class Slotted:
-    __slots__ = ("last",)
-
-
-class Stores(nn.Module):
-    """It keeps its last activation, as feature extractors do."""
-
-    last: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.last = x.sin()
-        return self.last * 0.9
+    way(remat(fn), X, log.clear if cleared else nothing)
+    before = [] if cleared else ["start", "forward"]
+    assert log[: len(before)] == before and set(log[len(before) :]) == {"recompute"} and last == [2.0, 3.0]
 
 
 def storing_in_an_object(holder: Any) -> Callable:
@@ -353,51 +324,20 @@ def storing_in_an_object(holder: Any) -> Callable:
     return fn
 
 
-def storing_in_the_function() -> Callable:
-    def fn(x: Tensor) -> Tensor:
-        fn.last = x.sin()
-        return fn.last * 0.9
-
-    return fn
-
-
-def storing_in_a_cell() -> Callable:
-    def fn(x: Tensor) -> Tensor:
-        nonlocal last
-        last = x.sin()
-        return last * 0.9
-
-    if X is None:
-        last = X
-    return fn
-
-
-def storing_in_a_global() -> Callable:
-    def fn(x: Tensor) -> Tensor:
-        global LAST
-        LAST = x.sin()
-        return LAST * 0.9
-
-    globals().pop("LAST", None)
-    return fn
-
-
-def storing_under_vmap_before() -> Callable:
-    module = Stores()
-    vmap(module)(X)
-    return module
-
-
-STORING: dict[str, Callable[[], Callable]] = {
-    "a module": Stores,
-    "a module that vmap has called": storing_under_vmap_before,
-    "an attribute that was None": lambda: storing_in_an_object(SimpleNamespace(last=None)),
+STORING: dict[str, Callable[[], Any]] = {
+    "a module": lambda: storing_in_an_object(nn.Module()),
+    "a module that vmap has called": lambda: (fn := storing_in_an_object(nn.Module()), vmap(fn)(X))[0],
     "an attribute that was a number": lambda: storing_in_an_object(SimpleNamespace(last=1.0)),
     "a new attribute": lambda: storing_in_an_object(SimpleNamespace()),
-    "a slot": lambda: storing_in_an_object(Slotted()),
-    "the function": storing_in_the_function,
-    "an empty cell": storing_in_a_cell,
-    "a new global": storing_in_a_global,
+    "a slot": lambda: storing_in_an_object(type("Slotted", (), {"__slots__": ("last",)})()),
+    "the function": of_source("def fn(x):\n fn.last = x.sin()\n return fn.last * 0.9", dict, nothing),
+    "an empty cell": of_source(
+        "def make():\n def fn(x):\n  nonlocal last\n  last = x.sin()\n  return last * 0.9\n last = 0\n del last\n"
+        " return fn\nfn = make()",
+        dict,
+        nothing,
+    ),
+    "a new global": of_source("def fn(x):\n global LAST\n LAST = x.sin()\n return LAST * 0.9", dict, nothing),
 }
 
 
@@ -405,7 +345,143 @@ STORING: dict[str, Callable[[], Callable]] = {
 def test_a_region_in_a_region_stores_its_activation(name: str) -> None:
     """The inner region's first run leaves a tensor where the recompute must not find one to save."""
     weight = torch.linspace(-1, 1, 9).reshape(3, 3).requires_grad_()
-    inner = rematerialized(STORING[name]())
-    out = rematerialized(lambda x: inner(x) @ weight)(X)
+    stores = STORING[name]()
+    inner = remat(stores.fn if isinstance(stores, Program) else stores)
+    out = remat(lambda x: inner(x) @ weight)(X)
     expected = (X.sin() * 0.9 @ weight).square().sum()
     assert_same(torch.autograd.grad(out.square().sum(), weight), torch.autograd.grad(expected, weight))
+
+
+HELD = SimpleNamespace()
+WRAPS: dict[str, Callable] = {
+    "remat": remat,
+    "a policy": remat(policy=policies.save_ops("aten.mm", "aten.sin")),
+    "nested": lambda f: remat(lambda x: remat(f)(x)),
+    "without early stop": remat(determinism_check="values", early_stop=False),
+}
+every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+Loss = Callable[[Tensor, list, list], Any]
+
+
+# A new place for collected tensors, how one is added, and the list with those of all layers.
+PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], object], Callable[[Any], list]]] = {
+    "list": (list, list.append, lambda outs: outs),
+    "nested containers": (
+        lambda: defaultdict(list, kept=[{"t": []}]),
+        lambda outs, t: (outs["kept"][0]["t"].append(t), outs[f"other {len(outs)}"].append((1, t))),
+        lambda outs: outs["kept"][0]["t"],
+    ),
+}
+
+
+def total(y: Tensor, outs: list) -> Tensor:
+    return y.sum() + sum(t.sum() for t in outs)
+
+
+def all_of_them(y: Tensor, outs: list, weights: list) -> Any:
+    return [torch.autograd.grad(loss, weights, retain_graph=i < 2) for i, loss in enumerate([total(y, outs)] * 3)]
+
+
+def cleared(y: Tensor, outs: list, weights: list) -> Any:
+    loss = total(y, outs)
+    outs.clear()
+    return torch.autograd.grad(loss, weights)
+
+
+# How the loss uses the collected tensors.
+LOSSES: dict[str, Loss] = {
+    "all": all_of_them,
+    "one": lambda y, outs, weights: torch.autograd.grad(outs[1].sum(), weights[:2]),
+    "none": lambda y, outs, weights: y.detach(),
+    "cleared": cleared,
+}
+
+
+@pytest.mark.sampled(2)
+@every_wrap
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.usefixtures("collector_off")
+def test_collected_tensors_have_their_derivatives_and_are_freed(place: str, loss: str, wrap: Callable) -> None:
+    """Nothing of a step is alive after it, and the containers have the same contents as without remat."""
+    make, add, collected = PLACES[place]
+
+    def program(wrap: Callable) -> Any:
+        weights = [torch.linspace(-i, 1, 64).view(8, 8).requires_grad_() for i in range(3)]
+
+        def layer(weight: Tensor) -> Callable:
+            def f(x: Tensor) -> Tensor:
+                h = (x @ weight).tanh()
+                add(HELD.outs, (h * h).sin())
+                return h.cos().sin()
+
+            return wrap(f)
+
+        regions, x = [layer(weight) for weight in weights], torch.ones(4, 8)
+
+        def step() -> Any:
+            HELD.outs, y = make(), x
+            for region in regions:
+                y = region(y)
+            outs = collected(HELD.outs)
+            before = list(outs)
+            result = LOSSES[loss](y, outs, weights)
+            assert len(outs) == (0 if loss == "cleared" else 3) and all(map(is_, outs, before))
+            HELD.outs = make()
+            return result, [t.detach().clone() for t in before]
+
+        leaked_bytes(step)  # the first step may leave some
+        return step(), leaked_bytes(step)
+
+    assert_same(program(wrap), (program(lambda f: f)[0], 0))
+
+
+@every_wrap
+def test_a_region_reads_what_was_collected(wrap: Callable) -> None:
+    """The result depends on the list: on its length, its tensors with their histories, and on what isn't a tensor."""
+
+    def program(wrap: Callable) -> Any:
+        outs: list[Any] = ["start"]
+        seen: dict[Any, Any] = {}
+        around: dict[str, Any] = {"outs": outs, "seen": seen}  # the same containers, and one that holds itself
+        around["self"] = around
+
+        def f(x: Tensor) -> Tensor:
+            h = x.sin() * len(outs)
+            for t in around["self"]["outs"][1:]:
+                h = h + t.cos() * h
+            outs.append(h.exp())
+            seen[len(outs)] = h.detach()
+            return (h * sum(around["seen"].values())).tanh().sin()
+
+        x, region = torch.linspace(-1, 1, 6).requires_grad_(), wrap(f)
+        out = region(region(region(x)))
+        state = list(outs), list(seen)
+        gradients = torch.autograd.grad(out.sum() + outs[-1].sum(), x, retain_graph=True)
+        outs, replaced = [], outs
+        again = torch.autograd.grad(out.sum(), x)
+        assert outs == [] and around["outs"] is replaced and around["self"] is around
+        assert len(replaced) == 4 and all(map(is_, replaced, state[0])) and list(seen) == state[1]
+        return out.detach(), gradients, again, list(seen.values())
+
+    assert_same(program(wrap), program(lambda f: f))
+
+
+def test_a_log_of_the_runs_is_not_reset() -> None:
+    """What a recompute adds stays in a list, unless it is a tensor, or the list belongs to a module or an object."""
+    notes, counts, module = [torch.ones(3)], dict[str, Any](), nn.Module()
+    module.log, module.seen = [1], {"a": 1}
+
+    def f(x: Tensor) -> Tensor:
+        notes.append("a run")
+        counts[f"run {len(counts)}"] = True
+        module.log.append(len(module.log))
+        module.seen["b"] = module.seen.pop("a", 0) + 1
+        return (x * module.seen["b"] * len(module.log) * notes[0]).sin().exp()
+
+    x = torch.linspace(-1, 1, 3).requires_grad_()
+    out, seen = remat(f)(x), module.seen
+    module.seen = {}
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad((x * 2 * 2).sin().exp().sum(), x))
+    assert len(notes) == 3 and counts == {"run 0": True}
+    assert module.log == [1, 1] and seen == {"b": 2} and module.seen == {}

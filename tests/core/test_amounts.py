@@ -15,26 +15,21 @@ def test_amounts(amount: Any, nbytes: int) -> None:
     assert parse_amount(amount, 100, "amount") == nbytes
 
 
-WRONG = [(None, "must be"), (True, "True"), ([1], "must be"), (0.0, "fraction"), (1.5, "fraction"), (-1, "negative"),
-         ("7", "number and a unit"), ("7 XB", "number and a unit")]  # fmt: skip
+WRONG = [(TypeError, None, "must be"), (TypeError, True, "True"), (ValueError, 0.0, "fraction"),
+         (ValueError, 1.5, "fraction"), (ValueError, -1, "negative"), (ValueError, "7 XB", "number and a")]  # fmt: skip
 
 
-@pytest.mark.parametrize("amount, says", WRONG, ids=str)
-def test_what_is_not_an_amount_is_an_error_with_its_name(amount: Any, says: str) -> None:
-    with pytest.raises(
-        ValueError if isinstance(amount, (int, float, str)) and amount is not True else TypeError
-    ) as error:
+@pytest.mark.parametrize("error, amount, says", WRONG, ids=str)
+def test_what_is_not_an_amount_is_an_error_with_its_name(error: type[Exception], amount: Any, says: str) -> None:
+    with pytest.raises(error, match=f"^the limit .*{says}"):
         parse_amount(amount, 100, "the limit")
-    assert str(error.value).startswith("the limit ") and says in str(error.value)
 
 
 @pytest.mark.parametrize(
     ("text", "number", "expected"),
     [
         (size_text, 1023, "1023 B"),
-        (size_text, 1536, "1.5 KiB"),
         (size_text, 2**20 - 1, "1 MiB"),
-        (size_text, 3 * 2**40, "3 TiB"),
         (size_text, 5000 * 2**40, "5000 TiB"),
         (flops_text, 0, "0"),
         (flops_text, 12, "12 FLOP"),

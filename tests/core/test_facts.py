@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import rand
-from torch import Tensor
 
 from remat._core.facts import Facts, facts_of, tensors
-from remat._core.private import gradient_hooks
 
 aten = torch.ops.aten
 Q = torch.ones(1, 1, 3, 4)
@@ -61,10 +58,3 @@ def test_dropout_of_attention_draws_by_position_and_by_name() -> None:
     draws = Facts(aten._scaled_dot_product_flash_attention.default)  # of a device
     assert draws.draws((Q, Q, Q, 0.5), {}) and draws.draws((Q, Q, Q), {"dropout_p": 0.5})
     assert not draws.draws((Q, Q, Q, 0.0), {}) and not draws.draws((Q, Q, Q), {"scale": 0.5})
-
-
-def test_the_hooks_of_a_tensor() -> None:
-    x = rand(3)
-    assert gradient_hooks(x) == ({}, {})
-    x.register_hook(torch.sin), x.register_post_accumulate_grad_hook(Tensor.zero_)
-    assert [list(hooks.values()) for hooks in gradient_hooks(x)] == [[torch.sin], [Tensor.zero_]]

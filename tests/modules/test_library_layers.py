@@ -43,26 +43,17 @@ def test_a_recomputed_layer_gets_no_cache_and_all_other_arguments(uses: dict, by
     assert layer.got[0] is None and layer.got[1] == {**dict.fromkeys(uses, False), "mask": mask}
 
 
-class Reader(Layer):
-    _can_checkpoint_with_cache = True
+Reader = type("Reader", (Layer,), {"_can_checkpoint_with_cache": True})
+Other = type("Other", (torch.nn.Module,), {"gradient_checkpointing": False, "forward": Layer.forward.__wrapped__})
 
 
-@pytest.mark.parametrize("where", ["eval", "no_grad", "disable_remat", "a layer that only reads it", "another module"])
-def test_a_layer_that_is_not_recomputed_or_does_not_fill_the_cache_gets_it(where: str) -> None:
-    other = type("Other", (torch.nn.Module,), {"gradient_checkpointing": False, "forward": Layer.forward.__wrapped__})
-    layer, cache = (
-        made({"a layer that only reads it": Reader, "another module": other}.get(where, Layer)),
-        DynamicCache(),
-    )
+@pytest.mark.parametrize("where", ["eval", "no_grad", "disable_remat", "a cache with keys", Reader, Other])
+def test_a_layer_that_is_not_recomputed_or_does_not_fill_the_cache_gets_it(where: Any) -> None:
+    layer, cache = made(where if isinstance(where, type) else Layer), DynamicCache()
     layer.train(where != "eval")
-    contexts: dict[str, Any] = {"no_grad": torch.no_grad(), "disable_remat": remat.disable_remat()}
+    if where == "a cache with keys":
+        cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
+    contexts: dict[Any, Any] = {"no_grad": torch.no_grad(), "disable_remat": remat.disable_remat()}
     with contexts.get(where, contextlib.nullcontext()):
         layer(rand(3), cache, use_cache=True)
     assert layer.got[0] is cache and layer.got[1] == {"use_cache": True}
-
-
-def test_a_layer_gets_a_cache_that_has_keys() -> None:
-    layer, cache = made(), DynamicCache()
-    cache.update(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4), 0)
-    layer(rand(3), cache)
-    assert layer.got[0] is cache

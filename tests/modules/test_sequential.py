@@ -14,8 +14,8 @@ from cases import assert_same, rand
 from torch import Tensor, nn
 
 import remat
-from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes, leaked_bytes, peak_bytes
-from remat import PolicyError, RecomputeMismatchError, is_recomputing, policies
+from benchmarks.measure import count_ops, held_bytes, peak_bytes
+from remat import PolicyError, is_recomputing, policies
 
 pytestmark = pytest.mark.usefixtures("collector_off")
 
@@ -62,28 +62,20 @@ def lengths(count: int, segments: int | None) -> list[int]:
     return [end - start for start, end in zip([0, *ends], ends)][::-1]
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 10])
-def test_segments_have_nearly_equal_lengths(count: int) -> None:
-    for segments in range(1, count + 1):
+@pytest.mark.parametrize("count, default", [(1, 1), (2, 1), (3, 2), (6, 2), (7, 3), (12, 3)])
+def test_segments_have_nearly_equal_lengths_and_by_default_the_square_root_is_their_number(
+    count: int, default: int
+) -> None:
+    for segments in (None, *range(1, count + 1)):
         found = lengths(count, segments)
-        assert len(found) == segments and sum(found) == count and max(found) - min(found) <= 1
-
-
-@pytest.mark.parametrize("count, segments", [(1, 1), (2, 1), (3, 2), (6, 2), (7, 3), (12, 3), (100, 10)])
-def test_the_number_of_segments_is_the_square_root_by_default(count: int, segments: int) -> None:
-    assert len(lengths(count, None)) == segments
+        assert len(found) == (segments or default) and sum(found) == count and max(found) - min(found) <= 1
 
 
 X = rand(1024)
-MEASURES: dict[str, Callable[[Callable], int]] = {
-    "autograd": lambda f: peak_bytes(lambda: torch.autograd.grad(f(X).sum(), X)),
-    "torch.func": lambda f: peak_bytes(lambda: torch.func.grad(lambda x: f(x).sum())(X.detach())),
-}
 
 
-@pytest.mark.parametrize("name", MEASURES)
-def test_memory_grows_with_the_square_root(name: str) -> None:
-    peak = lambda f: MEASURES[name](f) / X.nbytes
+def test_memory_grows_with_the_square_root() -> None:
+    peak = lambda f: peak_bytes(lambda: torch.autograd.grad(f(X).sum(), X)) / X.nbytes
     for count in (16, 64, 144):
         root = count**0.5
         found = peak(remat.sequential([deep] * count))
@@ -147,15 +139,6 @@ def test_copies(make_copy: Callable) -> None:
     assert held_bytes(model, x) < held_bytes(plain(model.layers), x)
 
 
-def test_everything_is_freed() -> None:
-    row, x = layers(4), rand(3, 4)
-    f = remat.sequential(row)
-    assert leaked_bytes(grads, f, x, row) == 0
-    with assert_freed_without_gc() as watch:
-        watch(*row, *parameters(row))
-        del row, f
-
-
 def test_policies_and_other_options() -> None:
     row, x = layers(4), rand(64, 4)
     for policy, products in ((None, 8), ([torch.ops.aten.addmm], 4)):
@@ -163,25 +146,11 @@ def test_policies_and_other_options() -> None:
     everything = remat.sequential(row, 2, policy=policies.everything_saveable)
     assert held_bytes(everything, x) == held_bytes(plain(row), x)
     assert count_ops(grads, remat.sequential(row, 2, early_stop=False), x, row)["aten.tanh"] == 8
-    other = lambda x: x.sin() * (2 if is_recomputing() else 1)
-    for options, function in (({"determinism_check": "values"}, other), ({"debug": True}, twice)):
-        out = remat.sequential([function, deep], 1, **options)(x).sum()
-        with pytest.raises(RecomputeMismatchError):
-            out.backward()
-
-
-def twice(x: Tensor) -> Tensor:
-    """Has one more operation in the recompute, which saves nothing."""
-    return (x.detach() * 2, x.sin())[1] if is_recomputing() else x.sin()
-
-
-class Own(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + x
 
 
 def test_a_sequential_with_other_behaviour_is_an_error() -> None:
-    hooked, own, patched = nn.Sequential(*layers(2)), Own(*layers(2)), nn.Sequential(*layers(2))
+    hooked, patched = nn.Sequential(*layers(2)), nn.Sequential(*layers(2))
+    own = type("Own", (nn.Sequential,), {"forward": lambda self, x: x})(*layers(2))
     hooked.register_forward_hook(lambda m, args, out: out * 2)
     patched.forward = lambda x: x  # type: ignore[method-assign]
     x = rand(3, 4)
@@ -199,7 +168,6 @@ ERRORS: list[tuple[Any, dict, type, str]] = [
     (nn.Linear(2, 2), {}, TypeError, "must be an iterable of functions or modules, such as a list"),
     ([torch.sin] * 3, {"segments": 0}, ValueError, "from 1 to 3"),
     ([torch.sin] * 3, {"segments": 4}, ValueError, "from 1 to 3"),
-    ([torch.sin] * 3, {"segments": 1.5}, TypeError, "integer"),
     ([torch.sin] * 3, {"segments": True}, TypeError, "integer"),
     ([torch.sin], {"policy": "dots"}, PolicyError, "dots"),
 ]
