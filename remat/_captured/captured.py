@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
 from .._core.tensors import is_left_from_vmap
-from .._core.trees import attributes, contents, copy_dict, holds_tensors, size
+from .._core.trees import attributes, contents, copy_dict, size
 from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables
 
 
@@ -312,7 +312,7 @@ class Captured:
         is_dict = isinstance(value, dict)
         items = copy_dict(value) if is_dict else dict(enumerate(list.copy(value)))
         if (copy := self._copies.get(id(value))) is not None:
-            copy.whole = path.up is not None or (is_dict and holds_tensors(items, 1))
+            copy.is_held = path.up is not None
             copy.items = {key: self._frozen(item) for key, item in items.items()}
         for key, item in items.items() if _is_looked_into(items) else ():
             self.see(item, path.item(key))

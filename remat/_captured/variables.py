@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.trees import contents, copy_dict, holds_tensors
+from .._core.trees import contents, copy_dict
 
 COPIED = (dict, OrderedDict, defaultdict, list)
 
@@ -121,7 +121,7 @@ class Copy:
     def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
         self.address, self.kind = id(source), type(source)
         self.items = items  # None for a list or dict until it is visited
-        self.whole = False  # restore all of it: an object or a container holds it, or it is a dict with tensors
+        self.is_held = False  # by an object or a container. A list that isn't may be a log of the runs
         self.make: Callable[[], Any] = self.kind
         if isinstance(source, defaultdict):
             self.make = partial(defaultdict, source.default_factory)
@@ -129,6 +129,13 @@ class Copy:
     def is_of(self, now: Any) -> bool:
         """Whether ``now`` is the container. A new one at the address of a freed one is taken for it, and filled."""
         return type(now) is self.kind and id(now) == self.address
+
+
+def _holds_tensors(value: Any, depth: int = 3) -> bool:
+    """Whether a value is a tensor, or a container with tensors or with other containers that have some."""
+    if issubclass(type(value), (dict, list, tuple)):
+        return depth > 0 and any(_holds_tensors(item, depth - 1) for item in contents(value))
+    return issubclass(type(value), torch.Tensor)
 
 
 class bound:
@@ -164,7 +171,7 @@ class bound:
         for key, old in variables.then.items():
             if type(old) is TensorId or type(old) is Copy:
                 wanted[key] = self._value(old, now.get(key, MISSING))
-        may_be_a_log = copy is not None and copy.kind is list and not copy.whole
+        may_be_a_log = copy is not None and copy.kind is list and not copy.is_held
         self._undo.append((variables, now, wanted, may_be_a_log))
         if not _same(now, wanted):
             variables.put(wanted)
@@ -199,7 +206,7 @@ class bound:
                 before = {key: before.get(key, v) if v is wanted.get(key, MISSING) else v for key, v in now.items()}
             elif may_be_a_log and all(map(is_, now.values(), wanted.values())):
                 added = list(now.values())[len(wanted) :]
-                before = before if holds_tensors(added) else dict(enumerate([*before.values(), *added]))
+                before = before if _holds_tensors(added) else dict(enumerate([*before.values(), *added]))
             if not _same(now, before):
                 variables.put(before)
 

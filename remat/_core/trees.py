@@ -39,13 +39,6 @@ def contents(container: Any) -> Iterable[Any]:
     return found
 
 
-def holds_tensors(value: Any, depth: int = 3) -> bool:
-    """Whether a value is a tensor, or a container with tensors or with other containers that have some."""
-    if issubclass(type(value), (dict, list, tuple)):
-        return depth > 0 and any(holds_tensors(item, depth - 1) for item in contents(value))
-    return issubclass(type(value), torch.Tensor)
-
-
 def copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
     """A plain copy of a dict."""
     if type(value) is dict:
