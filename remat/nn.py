@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 
 from ._core.lines import accepts, warn
-from ._measure.program import Program, modules_of, named_modules
+from ._measure.program import Program, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.blocks import BlockBudget, BlockChoice, chosen_by_budget
@@ -216,7 +216,7 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
         ...     remat.nn.load(model, file.name).regions == plan.regions
         True
     """
-    named = dict(named_modules(modules_of(model))) or _modules_of(model)
+    named = modules_of(model) or _modules_of(model)
     plan = loaded(path)
     plan.apply(named, same_size=True)
     return plan

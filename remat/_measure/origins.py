@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FrameType
@@ -25,12 +25,10 @@ from .observer import PeakMemory, strided
 class ModuleNames:
     """Names of the modules of a program: the path below a root module, or the class."""
 
-    def __init__(self, roots: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, named: Mapping[str, nn.Module]) -> None:
         self._names: dict[int, str] = {}  # by the id of a module's state, which a region of the module shares
-        for prefix, root in roots:
-            for name, module in root.named_modules():
-                path = ".".join(filter(None, (prefix, name))) or _class(module)
-                self._names.setdefault(id(module.__dict__), path)
+        for name, module in named.items():
+            self._names.setdefault(id(module.__dict__), name or _class(module))
 
     def now(self) -> str | None:
         """The innermost module that is being called."""

@@ -6,7 +6,7 @@ import functools
 import inspect
 import pickle
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from statistics import median
 from types import MethodType
@@ -117,13 +117,11 @@ class Program:
         self.names = [names[i] for i in self.arguments.positions]  # of the tensors
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
         captured = list(reversed(found.values()))
-        tensors = [(name, value) for name, value in captured if isinstance(value, torch.Tensor)]
-        # An attribute may still have a tensor of a transform that has ended.
-        self.captured = [(name, value) for name, value in tensors if not private.is_wrapped(value)]
         self._generators = [(name, value) for name, value in captured if not isinstance(value, torch.Tensor)]
-        roots = [*modules_of(fn, self.arguments.leaves)]
-        self.modules = ModuleNames(roots)
-        self.named_modules = dict(named_modules(roots))
+        # An attribute may still have a tensor of a transform that has ended.
+        self.captured = [(n, v) for n, v in captured if isinstance(v, torch.Tensor) and not private.is_wrapped(v)]
+        self.named_modules = modules_of(fn, self.arguments.leaves)
+        self.modules = ModuleNames(self.named_modules)
         self.every = not any(tensor.requires_grad for tensor in self.inputs())
         self.has_gradients = False  # whether a run without a transform has computed some
 
@@ -284,15 +282,8 @@ def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
     return names
 
 
-def named_modules(roots: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module]]:
-    """All modules below these, each with its first path."""
-    found = set[nn.Module]()
-    for prefix, root in roots:
-        yield from root.named_modules(found, prefix)
-
-
-def modules_of(fn: Any, leaves: Sequence[Any] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a function is or reads, each with its name in the function."""
+def modules_of(fn: Any, leaves: Sequence[Any] = ()) -> dict[str, nn.Module]:
+    """The modules that a function is or reads, and all modules in these, by their first path in the function."""
     fn = fn if isinstance(fn, nn.Module) else inspect.unwrap(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
@@ -302,11 +293,13 @@ def modules_of(fn: Any, leaves: Sequence[Any] = ()) -> Iterator[tuple[str, nn.Mo
         variables = inspect.getclosurevars(fn)
         named |= {**variables.nonlocals, **variables.globals}
     named |= {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
+    found, seen = dict[str, nn.Module](), set[nn.Module]()
     for name, value in named.items():
-        if isinstance(value, nn.Module):
-            yield name, value
-        elif isinstance(value, (list, tuple)):
-            yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, nn.Module))
+        several = enumerate(value) if isinstance(value, (list, tuple)) else ()
+        for path, each in ((name, value), *((f"{name}.{i}", each) for i, each in several)):
+            if isinstance(each, nn.Module):
+                found.update(each.named_modules(seen, path))
+    return found
 
 
 def default_loss(result: Any) -> Any:

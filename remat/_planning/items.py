@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
+from .candidates import Candidates
 from .trace import Call, Memory, Operation, Trace
 
 
@@ -100,27 +101,26 @@ class Item:
             yield from item.everything()
 
 
-def chain_of(trace: Trace, can_be_region: Callable[[Call], bool], is_whole: Callable[[Call], bool]) -> list[Item]:
-    """Return the items of the whole forward, with their costs and bytes. A whole one has none inside of it."""
-    items = _chain(trace, trace.root, can_be_region, is_whole)
-    memory = _Lifetimes(trace, [item for each in items for item in each.everything() if item.call])
-    for item in (item for each in items for item in each.everything()):
+def chain_of(trace: Trace, candidates: Candidates) -> list[Item]:
+    """Return the items of the whole forward, with their costs and bytes."""
+    items = _chain(trace, trace.root, candidates)
+    every = [item for each in items for item in each.everything()]
+    memory = _Lifetimes(trace, [item.call for item in every if item.call])
+    for item in every:
         memory.fill(item)
     return items
 
 
-def _chain(
-    trace: Trace, call: Call, can_be_region: Callable[[Call], bool], is_whole: Callable[[Call], bool]
-) -> list[Item]:
+def _chain(trace: Trace, call: Call, candidates: Candidates) -> list[Item]:
     """Return the items of a call, in order."""
     found: list[Item] = []
     for inner in call.calls:
-        items = _chain(trace, inner, can_be_region, is_whole)
-        has_calls = any(item.call for item in items)
-        if can_be_region(inner):
-            found.append(Item(inner, inner.start, inner.end, items if has_calls and not is_whole(inner) else []))
-        elif has_calls:
-            found += [item for item in items if item.call]
+        items = _chain(trace, inner, candidates)
+        calls = [item for item in items if item.call]
+        if candidates(inner):
+            found.append(Item(inner, inner.start, inner.end, items if calls and not candidates.is_whole(inner) else []))
+        else:
+            found += calls
     starts = [call.start, *(item.end for item in found)]
     ends = [*(item.start for item in found), call.end]
     times = [operation.time for operation in trace.operations]
@@ -131,14 +131,14 @@ def _chain(
 class _Lifetimes:
     """What of the forward's memory is alive at which time, kept for the backward, or has a gradient there."""
 
-    def __init__(self, trace: Trace, candidates: Iterable[Item]) -> None:
+    def __init__(self, trace: Trace, calls: Sequence[Call]) -> None:
         self._trace = trace
         self._times = [operation.time for operation in trace.operations]
         self._costs = [0.0, *accumulate(operation.cost for operation in trace.operations)]
         self._flops = [0, *accumulate(operation.flops for operation in trace.operations)]
         self._gradients_made = sorted(trace.gradients)
         self._saved_times = [time for time, _ in trace.saved]
-        self._set_keepers([item.call for item in candidates if item.call])
+        self._set_keepers(calls)
         count = len(trace.operations) + 1
         self._alive = self._spans(count, [(memory.made, memory.freed, memory) for memory in trace.memory])
         with_gradient = [(memory.made, memory.last, memory) for memory in trace.memory if memory.has_gradient]

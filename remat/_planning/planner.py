@@ -68,18 +68,14 @@ class _Planner:
         with disable_remat(), torch.enable_grad(), trace.of(self._modules):
             loss = program.forward(program.fn)
         self._candidates = Candidates(trace, program.named_modules, only)
-        self._items = chain_of(trace, self._candidates, self._candidates.is_whole)
+        self._items = chain_of(trace, self._candidates)
         self._longest_row = 2 * math.isqrt(len(self._items)) + 1 if self._is_free else 0
         self._every = [item for each in self._items for item in each.everything()]
-        self.without = 0  # the peak without regions
-        gradients = 0
-        for item in reversed([item for item in self._every if not item.items]):
-            as_it_is = item.options[0]
-            self.without = max(as_it_is.forward, as_it_is.backward + gradients, item.keep + self.without)
-            gradients += item.gradients
+        solver = Solver()
+        without = int(solver.plans(solver.list_of([item for item in self._every if not item.items])).peak)
         if isinstance(loss, torch.Tensor):
-            self.without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
-        self.without = _agreed(self.without)
+            without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
+        self.without = _agreed(without)  # the peak without regions
         self._measured: set[tuple] = set()  # the keys of calls that have run alone
         self._operators: dict[tuple, tuple[str, ...]] = {}  # of those that can be regions
         self._as_it_is = {id(item): item.options for item in self._every}

@@ -42,15 +42,6 @@ class Way(NamedTuple):
     rest: List
 
 
-class _Step(NamedTuple):
-    """What happens to some calls in a plan, with the number of the plan inside."""
-
-    calls: tuple[Item, ...]
-    way: Way
-    wait: int
-    inner: int
-
-
 class Plans(NamedTuple):
     """The Pareto-optimal plans of a list, by increasing peak; each with its way, and the plans that it consists of."""
 
@@ -208,8 +199,8 @@ class Solver:
             order = order[torch.cat([part[1:] > part[:-1], torch.ones(1, dtype=torch.bool)])]
         return [column[order] for column in columns]
 
-    def _steps(self, items: List, number: int, chain: Sequence[Item]) -> Iterator[_Step]:
-        """Go through a plan of a list, which stands for this chain."""
+    def _steps(self, items: List, number: int, chain: Sequence[Item]) -> Iterator[tuple[tuple[Item, ...], Way, int]]:
+        """Go through a plan of a list, for this chain: the calls, their way, and the number of the plan inside."""
         todo = list(reversed(chain))
         while todo:
             assert items.plans is not None
@@ -217,13 +208,13 @@ class Solver:
             calls = tuple(todo.pop() for _ in (way.region.calls if way.region else [None]))
             if way.region is None and way.option is None:
                 todo += reversed(calls[0].items)
-            yield _Step(calls, way, items.wait, inner)
+            yield calls, way, inner
             number, items = int(items.plans.rest[number]), way.rest
 
     def chosen(self, items: List, number: int, chain: Sequence[Item]) -> list[tuple[tuple[Item, ...], Option | None]]:
         """Return the regions of a plan of this chain: their calls and the option, None if it has regions inside."""
         found: list[tuple[tuple[Item, ...], Option | None]] = []
-        for calls, way, _, inner in self._steps(items, number, chain):
+        for calls, way, inner in self._steps(items, number, chain):
             if way.option is not None and way.option.steps is not None:
                 found.append((calls, way.option))
             elif way.inside is not None:
@@ -234,16 +225,16 @@ class Solver:
         """Return the item of the chain that needs the peak of a plan, and whether it does in the backward."""
         assert items.plans is not None
         peak, kept = int(items.plans.peak[number]), 0
-        for calls, way, wait, inner in self._steps(items, number, chain):
+        for calls, way, inner in self._steps(items, number, chain):
             if way.option is not None:
                 backward = way.option.backward + way.rest.gradients
-                if kept + max(backward, way.option.forward + wait) >= peak:
+                if kept + max(backward, way.option.forward + items.wait) >= peak:
                     return calls[0], kept + backward >= peak
                 kept += way.option.keep
             elif way.inside is not None and way.region is not None:
                 if kept + int(self.plans(way.inside).peak[inner]) + way.rest.gradients >= peak:
                     return self.largest(way.inside, inner, Region(calls).items)[0], True
-                if kept + way.region.forward + wait >= peak:
+                if kept + way.region.forward + items.wait >= peak:
                     return calls[0], False
                 kept += way.region.given
         raise AssertionError("no item of the plan has its peak")
