@@ -55,9 +55,7 @@ class PeakMemory(Observer):
         # The Python object of a storage lives as long as the storage, so a weak reference to it dies only when no
         # Python or C++ code (such as autograd) refers to the memory.
         self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._buffers: dict[
-            int, weakref.ref[torch.UntypedStorage]
-        ] = {}  # those that FSDP may resize without an operation
+        self._buffers: dict[int, weakref.ref] = {}  # those that FSDP may resize without an operation
         self._sizes: dict[int, int] = {}
         self.total = 0  # the sum of the sizes, so that no operation has to add them up
 
