@@ -113,12 +113,7 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
 
 def test_the_bound_is_the_cost_where_equal_items_are_recomputed_or_not() -> None:
     """Of ten items, each keeps 10 bytes, or none and is recomputed at a cost of 3. Each needs 10 bytes to run."""
-    items = [Item(None, 0, 0, key=(i,)) for i in range(10)]
-    for each in items:
-        each.keep, each.work, each.bare = 10, Work(3, 0), 10
-        each.gradients = each.waiting = each.held = each.given = 0
-        each.options = [
-            Option(10, 10, 10, NO_WORK, Work(3, 0)),
-            Option(0, 10, 10, Work(3, 0), Work(3, 0), 1, frozenset()),
-        ]
+    work = Work(3, 0)
+    options = [Option(10, 10, 10, NO_WORK, work), Option(0, 10, 10, work, work, 1, frozenset())]
+    items = [Item(None, 0, 0, [], options, work, keep=10, bare=10) for _ in range(10)]
     assert [lower_bound(items, lambda each: 10, amount) for amount in (100, 90, 50, 10)] == [0, 3, 15, 27]
