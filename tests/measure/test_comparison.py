@@ -66,9 +66,8 @@ DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", DIFFERENT)
-def test_a_difference_is_named(what: str) -> None:
-    fn, text = DIFFERENT[what]
+@pytest.mark.parametrize(("fn", "text"), DIFFERENT.values(), ids=DIFFERENT)
+def test_a_difference_is_named(fn: Callable, text: str) -> None:
     result = check(fn, rand(3), rand(3, seed=1), torch.arange(3))
     assert not result.ok and not result and result.reproducible
     first, *lines = str(result).splitlines()
@@ -87,9 +86,8 @@ SAME: dict[str, tuple[Callable[..., Any], tuple[int, int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("what", SAME)
-def test_equal_programs_have_no_differences(what: str) -> None:
-    fn, counts = SAME[what]
+@pytest.mark.parametrize(("fn", "counts"), SAME.values(), ids=SAME)
+def test_equal_programs_have_no_differences(fn: Callable, counts: tuple[int, int, int]) -> None:
     result = check(fn, rand(3), rand(3, seed=1), torch.arange(3))
     assert result.ok and result, result
     assert tuple(result.counts.values()) == counts
@@ -127,17 +125,13 @@ def test_the_loss_of_a_result_is_differentiated() -> None:
     assert [*shapes] == [(3,)] * 3  # plain, as it is, and as a region
 
 
-@pytest.mark.parametrize(
-    ("dtype", "same", "different"),
-    [
-        (torch.float64, 1e-14, 1e-9),
-        (torch.float32, 3e-7, 1e-4),
-        (torch.bfloat16, 1e-2, 0.1),
-        (torch.float16, 5e-3, 0.1),
-    ],
-)
-def test_rounding_is_not_a_difference(dtype: torch.dtype, same: float, different: float) -> None:
-    for by, is_rounding in ((same, True), (different, False)):
+ROUNDING = {"float64": (1e-14, 1e-9), "float32": (3e-7, 1e-4), "bfloat16": (1e-2, 0.1), "float16": (5e-3, 0.1)}
+
+
+@pytest.mark.parametrize("name", ROUNDING)
+def test_rounding_is_not_a_difference(name: str) -> None:
+    dtype = getattr(torch, name)
+    for by, is_rounding in zip(ROUNDING[name], (True, False)):
         result = check(lambda x: x + by * off(), torch.ones(3, dtype=dtype))
         assert result.ok == (0 < result.rounding < 0.1) == is_rounding
         assert str(result).startswith("Equal with and without remat, within rounding (") == is_rounding

@@ -21,7 +21,8 @@ from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
 from remat import policies
 from remat._measure.costs import Costs, distinct
 
-BOTH = [None, policies.save_matmuls]
+MATMULS = policies.save_matmuls
+BOTH = [None, MATMULS]
 
 
 def one_layer(**options: Any) -> remat.Report:
@@ -87,6 +88,10 @@ def test_a_model_with_regions_in_it(report: remat.Report) -> None:
     assert (shares["*", "aten.add"].count, shares["*", "aten.add"].nbytes) == (3, 3 * 128 * 64 * 4)
     assert sum(share.nbytes for share in shares.values()) == nothing.saved_bytes
     assert [share.module for share in matmuls.shares] == ["*.up", "*", None]
+    for row in report.rows:
+        assert max(row.timeline) == row.peak_bytes and report.timeline[row.label] is row.timeline
+        assert row.timeline[row.forward_operations - 1] >= row.saved_bytes
+        assert len(row.timeline) > row.forward_operations > 0
     # A training step saves the same bytes.
     model, x = blocks()
     remat.nn.apply(model, Block)
@@ -94,13 +99,6 @@ def test_a_model_with_regions_in_it(report: remat.Report) -> None:
     assert abs(held - nothing.saved_bytes) <= 4
     as_written = remat.report(model, x, policies=[]).as_written
     assert (as_written.label, as_written.saved_bytes) == ("as written", nothing.saved_bytes)
-
-
-def test_the_timeline_is_that_of_live_bytes(report: remat.Report) -> None:
-    for row in report.rows:
-        assert max(row.timeline) == row.peak_bytes and report.timeline[row.label] is row.timeline
-        assert row.timeline[row.forward_operations - 1] >= row.saved_bytes
-        assert len(row.timeline) > row.forward_operations > 0
 
 
 @pytest.mark.cuda
@@ -153,16 +151,9 @@ def test_usual_policies_that_match_nothing_do_not_warn(recwarn: pytest.WarningsR
 def test_policies_are_a_list() -> None:
     with pytest.raises(remat.PolicyError):
         remat.report(torch.sin, torch.ones(3), policies=["no such policy"])
-    for wrong, text in ((policies.save_matmuls, r"policies\.save_matmuls"), ("dots", "'dots'")):
+    for wrong, text in ((MATMULS, r"policies\.save_matmuls"), ("dots", "'dots'")):
         with pytest.raises(TypeError, match=rf"policies must be a list of policies: `policies=\[{text}\]`\."):
             remat.report(torch.sin, torch.ones(3), policies=wrong)
-
-
-def test_the_best_rows_have_a_star(report: remat.Report) -> None:
-    lines = str(report).splitlines()
-    assert [line.endswith("*") for line in lines] == [False, False, False, True, True, False]
-    assert lines[-1] == "* no other row has a lower peak without recomputing more"
-    assert report.pareto == [*report.policies]
 
 
 def test_notes() -> None:
@@ -187,8 +178,8 @@ def test_values_for_json(report: remat.Report) -> None:
 
 
 def test_a_plot_has_each_row(report: remat.Report) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    axes = figure.subplots()
+    make = pytest.importorskip("matplotlib.figure").Figure
+    axes = make().subplots()
     assert report.plot(axes) is axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("FLOPs recomputed", "peak memory")
     *points, front = axes.lines
@@ -197,13 +188,12 @@ def test_a_plot_has_each_row(report: remat.Report) -> None:
     assert [text.get_text() for text in axes.get_legend().get_texts()] == list(expected)
     best = [(row.recomputed_flops, row.peak_bytes) for row in reversed(report.pareto)]
     assert len(best) == 2 and [*zip(*front.get_data())] == best
-    figure.canvas.draw()
+    axes.figure.canvas.draw()
     assert {"0 B", "256 KiB", "1 MiB"} <= {text.get_text() for text in axes.get_yticklabels()}
-    axes = pytest.importorskip("matplotlib.figure").Figure().subplots()
-    remat.report(torch.sin, rand(3)).plot(axes)  # without FLOPs
-    curve = remat.pareto(torch.sin, rand(3)).plot(pytest.importorskip("matplotlib.figure").Figure().subplots())
-    assert curve.get_xlabel().startswith("memory saved for the backward") and "cost" in curve.get_ylabel()
+    axes = remat.report(torch.sin, rand(3)).plot(make().subplots())  # without FLOPs
     assert len(axes.lines) == 2 and axes.get_xlim() == (0, 1)
+    curve = remat.pareto(torch.sin, rand(3)).plot(make().subplots())
+    assert curve.get_xlabel().startswith("memory saved for the backward") and "cost" in curve.get_ylabel()
 
 
 def test_a_plot_makes_a_figure_and_needs_matplotlib(report: remat.Report, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,23 +264,15 @@ def test_the_time_of_a_step_is_its_ratio_to_the_plain_one() -> None:
         remat.report(model, x, time=torch.ones(3))
 
 
-def test_override_sets_the_policy_of_regions() -> None:
+@pytest.mark.parametrize(
+    ("own", "override", "products"),
+    [(None, "unchanged", 5), (None, MATMULS, 4), (MATMULS, "unchanged", 4), (MATMULS, None, 5)],
+)
+def test_override_sets_the_policy_of_regions(own: Any, override: Any, products: int) -> None:
     w, x = rand(8, 8), rand(8, 8)
-    region = remat.remat(lambda x: torch.tanh(x @ w) @ w)
-
-    def products(**options: Any) -> int:
-        with remat.override(**options):
-            out = region(x)
-        return count_flops(lambda: out.sum().backward()) // (2 * 8**3)
-
-    assert (products(), products(policy=policies.save_matmuls)) == (5, 4)
-    save = remat.remat(lambda x: torch.tanh(x @ w) @ w, policy=policies.save_matmuls)
-    for policy, expected in ((None, 5), ("unchanged", 4)):
-        with remat.override(policy=policy):
-            out = save(x)
-        assert count_flops(lambda: out.sum().backward()) // (2 * 8**3) == expected
-    with pytest.raises(remat.PolicyError), remat.override(policy="no such policy"):
-        pass
+    with remat.override(policy=override):
+        out = remat.remat(lambda x: torch.tanh(x @ w) @ w, policy=own)(x)
+    assert count_flops(lambda: out.sum().backward()) == products * 2 * 8**3
 
 
 def test_usual_policies_that_save_nothing_more_are_left_out() -> None:
