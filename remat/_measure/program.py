@@ -218,25 +218,8 @@ class Program:
 
         With ``keep`` also the function's own result, before the gradients, which is then alive during the backward.
         """
-        if self.transform is None:
-            return self._differentiated(fn, at_end, keep)
-        return _leaves(self.call(self.transformed(_notifying(fn, at_end)), self.tensors))
-
-    def transformed(self, fn: Callable) -> Callable:
-        """The transformed function. Raises ``TypeError`` if the transform makes no function from ``fn``."""
-        assert self.transform is not None
-        cause = None
-        try:
-            if callable(made := self.transform(fn)):
-                return made
-        except Exception as error:
-            cause = error
-        raise TypeError(
-            "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
-            "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
-        ) from cause
-
-    def _differentiated(self, fn: Callable, at_end: Callable[[], None], keep: bool) -> Named:
+        if self.transform is not None:
+            return _leaves(self.call(self.transformed(_notifying(fn, at_end)), self.tensors))
         captured, cut = self.cut()
         operands = self.operands()
         with cut, torch.enable_grad():
@@ -257,6 +240,20 @@ class Program:
             gradients = torch.autograd.grad(value, tensors, allow_unused=True)
             self.has_gradients = True
         return values + [(f"gradient of {name}", gradient) for name, gradient in zip(names, gradients)]
+
+    def transformed(self, fn: Callable) -> Callable:
+        """The transformed function. Raises ``TypeError`` if the transform makes no function from ``fn``."""
+        assert self.transform is not None
+        cause = None
+        try:
+            if callable(made := self.transform(fn)):
+                return made
+        except Exception as error:
+            cause = error
+        raise TypeError(
+            "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
+            "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
+        ) from cause
 
 
 def _readable(place: Any) -> str:
