@@ -16,7 +16,7 @@ from .._core.lines import Line, user_line, warn
 from .._core.tensors import is_dense
 from .._policy.operators import full_name
 from .._policy.policy import Budget, Chosen, Verdict
-from .program import Program, Skip
+from .program import Program
 from .search import Choice, Problem, TooMany, best_of, corners, cost_of, pareto
 from .values import Storages, is_judged
 
@@ -104,15 +104,15 @@ class Choices:
             if value is not None and is_dense(tensor):
                 self.sizes[value] = tensor.untyped_storage().nbytes()
 
-    def close(self, program: Program, roots: Mapping[int, int], results: Set[Any], lazy: bool) -> None:
+    def close(self, program: Program, roots: Mapping[int, int], results: Set[Any]) -> None:
         """Choose what later runs of a new program save, when it has run."""
-        problem = self._problem(program, roots, results, lazy)
+        problem = self._problem(program, roots, results)
         try:
             found, is_exact = pareto(problem), True
         except TooMany:
             found, is_exact = corners(problem), False
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
-        planned = [_as_planned(each, program, problem, self.flops, lazy) for each in found]
+        planned = [_as_planned(each, program, problem, self.flops) for each in found]
         whole = sum(problem.sizes.get(value, 0) for value in roots)
         made = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
         options = best_of(planned)
@@ -128,24 +128,24 @@ class Choices:
                 )
         self._known.append((tradeoff, tradeoff.choice(self._policy)))
 
-    def _problem(self, program: Program, roots: Mapping[int, int], results: Collection[Any], lazy: bool) -> Problem:
+    def _problem(self, program: Program, roots: Mapping[int, int], results: Collection[Any]) -> Problem:
         """Return the steps and values to choose. Results of the region count as 0 bytes, as the caller has them."""
         values = [(value, step) for step in program.steps for value in step.outs]
         sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in values}
         keepable = {value for value, step in values if is_judged(step.result, step.facts)}
-        stays = {number for number in range(len(program.steps)) if not (lazy and number in program.skippable)}
+        stays = {number for number in range(len(program.steps)) if not (program.lazy and number in program.skippable)}
         return Problem(program.steps, program.reads, self.costs, sizes, keepable, roots, stays)
 
 
-def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int], lazy: bool) -> Choice:
+def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int]) -> Choice:
     """Return the choice with the bytes, cost and FLOPs of the plan of its recompute."""
     steps = [program.steps[number] for number in choice.steps]
     saveable = {value for step in steps for value in step.outs if value in problem.keepable}
     owned = saveable.intersection(problem.roots)
     missing = [value for value in problem.roots if value not in owned]
     end = max((problem.roots[value] for value in missing), default=0)
-    saved = owned | program.plan(missing, end, saveable, Skip.SAFE if lazy else Skip.ALL).used
-    runs = program.plan(missing, end, saved, Skip.SAFE if lazy else Skip.NONE).run
+    saved = owned | program.used(missing, end, saveable)
+    runs = program.plan(missing, end, saved).run
     nbytes = sum(problem.sizes[value] for value in saved)
     cost, count = (sum(each[number] for number in sorted(runs)) for each in (problem.costs, flops))
     beside = nbytes - sum(problem.sizes[value] for value in owned)

@@ -105,9 +105,10 @@ class Plan(NamedTuple):
 class Program:
     """The steps of a first run, and what is derived from them."""
 
-    def __init__(self, log: Log) -> None:
+    def __init__(self, log: Log, compiles: bool) -> None:
         self.steps, self.lines, self.exposed = [*log.steps], {**log.lines}, {*log.exposed}
-        self.lazy = all(step.grad_mode for step in self.steps)  # under no_grad user code can read tensors undetected
+        # Under no_grad user code can read tensors undetected, as compiled code can.
+        self.lazy = not compiles and all(step.grad_mode for step in self.steps)
         self.overwritten = {*log.overwritten}
         if self.overwritten:  # a recompute may match any of several equal steps, and overwrite the result of that step
             self.overwritten |= self._equal_to(self.overwritten)
@@ -140,9 +141,9 @@ class Program:
             and self.dispensable.issuperset(step.outs)
         )
 
-    def is_of(self, log: Log) -> bool:
+    def is_of(self, log: Log, compiles: bool) -> bool:
         """Whether it is the program of this log."""
-        return self.steps == log.steps and self.exposed == log.exposed
+        return self.steps == log.steps and self.exposed == log.exposed and not (self.lazy and compiles)
 
     def step(self, number: int) -> Step | None:
         """Return the step with this number, or None if there are fewer steps."""
@@ -171,17 +172,20 @@ class Program:
         """Whether it can be remembered: its keys have only plain values, and no functions, which may own tensors."""
         return all(isinstance(step.facts.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
 
-    def plan(self, roots: Collection[int], end: int, available: Collection[int], skip: Skip) -> Plan:
+    def plan(self, roots: Collection[int], end: int, available: Collection[int], whole: bool = False) -> Plan:
         """Return the plan of a recompute of the ``roots`` that ends after ``end`` steps, with these saved values."""
-        question = frozenset(roots), end, frozenset(available), skip
-        found = self._plans.get(question)
-        if found is None:
-            if len(self._plans) >= _PLANS:
-                self._plans.clear()
-            found = self._plans[question] = self._planned(roots, end, available, skip)
-        return found
+        return self._plan(roots, end, available, Skip.SAFE if self.lazy and not whole else Skip.NONE)
 
-    def _planned(self, roots: Collection[int], end: int, available: Collection[int], skip: Skip) -> Plan:
+    def used(self, roots: Collection[int], end: int, available: Collection[int], whole: bool = False) -> set[int]:
+        """Return which of the available values are saved for such a recompute."""
+        # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
+        skip = Skip.SAFE if self.lazy else Skip.ALL
+        return self._plan(roots, end, available, Skip.NONE if whole else skip).used
+
+    def _plan(self, roots: Collection[int], end: int, available: Collection[int], skip: Skip) -> Plan:
+        question = frozenset(roots), end, frozenset(available), skip
+        if (known := self._plans.get(question)) is not None:
+            return known
         needed = set(roots)
         result = Plan(set(), set(), set())
         draws_later = False
@@ -206,6 +210,9 @@ class Program:
                 result.run.add(number)
                 needed.update(self.reads[number])
                 draws_later |= draws
+        if len(self._plans) >= _PLANS:
+            self._plans.clear()
+        self._plans[question] = result
         return result
 
 

@@ -20,7 +20,7 @@ from .._policy.policy import Budget, as_policy, within
 from .._region.hooks import in_torch_checkpoint
 from ..errors import RematError
 from .mode import RegionMode
-from .program import Plan, Skip
+from .program import Plan
 from .recording import Recording
 from .saved import Source
 
@@ -55,7 +55,7 @@ class Record:
         self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in only])
         if steps is None:
             roots = recording.saves.roots(self._end, self.saved_values.hooks is not None)
-            choices.close(self.program, roots, results, self._is_lazy)
+            choices.close(self.program, roots, results)
 
     def _decide_what_is_saved(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
         """Save the needed values, and release the candidates."""
@@ -72,16 +72,9 @@ class Record:
                 slot.residual = residual
         needed = [value for source in missing for value in source.values]
         end = max((source.after for source in missing), default=0) if self._has_slots and not above else self._end
-        # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
-        skip = (Skip.SAFE if self._is_lazy else Skip.ALL) if self._has_slots else Skip.NONE
-        used = self.program.plan([*above, *needed], end, self.saved_values.available(), skip).used
+        used = self.program.used([*above, *needed], end, self.saved_values.available(), whole=not self._has_slots)
         self.saved_values.close(used, results)
         self._wanted += needed
-
-    @property
-    def _is_lazy(self) -> bool:
-        """Whether steps that nothing seems to need can be skipped: compiled code may read their results undetected."""
-        return self.program.lazy and not self.known.compiles
 
     def keep_all(self) -> None:
         """Own the residuals that only slots own so far, before the slots are freed."""
@@ -95,12 +88,11 @@ class Record:
 
     def plan(self, slots: Iterable[Any] | None = None, whole: bool = False) -> Plan:
         """Return the plan of a recompute that fills these slots, or all slots. If it is ``whole``, it skips no step."""
-        skip = Skip.SAFE if self._has_slots and self._is_lazy and not whole else Skip.NONE
         roots, end = self._wanted, self._end
         if slots is not None:
             sources = [slot.source for slot in slots]
             roots, end = [v for each in sources for v in each.values], max((each.after for each in sources), default=0)
-        return self.program.plan(roots, end, self.saved_values.available(), skip)
+        return self.program.plan(roots, end, self.saved_values.available(), whole or not self._has_slots)
 
 
 class Recorder(RegionMode):

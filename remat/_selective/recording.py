@@ -17,7 +17,7 @@ from .._policy.predicates import Question, question
 from .._policy.warnings import Warned
 from .._region.hooks import Hooks
 from .choices import Choices
-from .program import Log, Program, Skip, Step
+from .program import Log, Program, Step
 from .saved import SavedValues, Saves, Source
 from .values import Storages, is_as_it_lies, is_judged, place_of, template
 
@@ -284,18 +284,17 @@ class Recording:
         alive = {value for value in self.storages.values() if value not in values.candidates}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
         available = {value for value in values.allowed if value in alive} | values.available()
-        program = self._last or Program(self.log)
-        # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
-        skip = Skip.SAFE if program.lazy and not self.known.compiles else Skip.ALL
-        values.drop(program.plan([*alive, *saved, *self.saves.above], count, available, skip).used)
+        program = self._last or Program(self.log, self.known.compiles)
+        values.drop(program.used([*alive, *saved, *self.saves.above], count, available))
         held = len(values.candidates)
         self._enough = held + max(4, held, count // 16)
 
     def program(self) -> Program:
         """Return the program of this run, which has ended, and remember it."""
-        if self._last is not None and self._last.is_of(self.log):
+        compiles = self.known.compiles
+        if self._last is not None and self._last.is_of(self.log, compiles):
             return self._last
-        program, known = Program(self.log), self.known.programs
+        program, known = Program(self.log, compiles), self.known.programs
         if self._compares and program.lasts:
             if len(known) >= _PROGRAMS and self.verdicts.policy not in known:
                 known.clear()

@@ -100,9 +100,9 @@ def solved(fn: Callable, cost: Cost = "roofline") -> tuple[Problem, Callable[[Ch
     found: list[Any] = []
 
     class Seen(choices.Choices):
-        def _problem(self, program: Any, roots: Any, results: Any, lazy: bool) -> Problem:
-            problem = super()._problem(program, roots, results, lazy)
-            found.append((problem, lambda choice: choices._as_planned(choice, program, problem, self.flops, lazy)))
+        def _problem(self, program: Any, roots: Any, results: Any) -> Problem:
+            problem = super()._problem(program, roots, results)
+            found.append((problem, lambda choice: choices._as_planned(choice, program, problem, self.flops)))
             return problem
 
     known, policy = Known(), policies.budget(0, cost=cost)

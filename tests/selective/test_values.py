@@ -12,7 +12,6 @@ from torch import Tensor
 
 from remat import policies, remat
 from remat._core.known import known_of
-from remat._selective.program import Skip
 from remat._selective.values import Layout, place_of
 
 
@@ -87,5 +86,5 @@ def test_few_plans_of_a_program_are_kept() -> None:
     remat(f, policy=policies.everything_saveable)(rand(3))
     (program,) = known_of(f).programs.values()
     for number in range(200):
-        program.plan([number], 2, [], Skip.NONE)
+        program.plan([number], 2, [])
     assert 1 < len(program._plans) <= 64
