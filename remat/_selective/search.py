@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .._core.devices import accelerator, is_capturing
-from .._core.facts import Facts, flops, tensors
+from .._core.facts import Facts, flops, mapped, tensors
 from .._core.state import unseen
 from ..errors import PolicyError
 from .program import Step
@@ -85,7 +85,7 @@ def _measured(func: Any, args: tuple, kwargs: dict) -> float:
 
     An operator is measured once for each form of its arguments, so a second call of a function measures nothing.
     """
-    key = func, _form(args), _form(kwargs)
+    key = func, repr(mapped(_form, (args, kwargs)))
     if key in _times:
         return _times[key]
     kinds = {device.type for device in accelerator()}  # decompositions of forward mode also run on meta tensors
@@ -108,15 +108,8 @@ def _measured(func: Any, args: tuple, kwargs: dict) -> float:
     return _times[key]
 
 
-def _form(argument: Any) -> Any:
-    """Return an argument with the forms of tensors in place of tensors."""
-    if isinstance(argument, torch.Tensor):
-        return place_of(argument)[1] or (argument.shape, argument.layout, argument.dtype, argument.device)
-    if isinstance(argument, (tuple, list)):
-        return tuple(map(_form, argument))
-    if isinstance(argument, dict):
-        return tuple((name, _form(item)) for name, item in argument.items())
-    return argument
+def _form(tensor: torch.Tensor) -> Any:
+    return place_of(tensor)[1] or (tensor.shape, tensor.layout, tensor.dtype, tensor.device)
 
 
 class Choice(NamedTuple):
