@@ -43,16 +43,14 @@ class Replay(RegionMode):
         self.storages = record.storages.copy()
         self.inputs = [holder(part) for part in all_parts([*inputs])]  # alive without the run, so they don't escape
         # The values of the restored steps, as slots that own them may be freed in this run. Some must be fetched first.
-        self.kept: dict[int, Residual] = {}
-        self.brought: dict[int, torch.Tensor] = {}
+        self.kept: dict[int, Residual | torch.Tensor] = {}
         restored = [value for number in sorted(self.plan.restored) for value in record.program.steps[number].outs]
         with without_torch_function():
             for value in restored:
                 if (residual := record.saved_values.residual(value)) is not None:
-                    self.kept[value] = residual
-                    if residual.is_elsewhere:
-                        self.brought[value] = residual.get()
-            self.home = streams_for(self.brought.values())  # the streams that they were fetched for
+                    self.kept[value] = residual.get() if residual.is_elsewhere else residual
+            fetched = [content for content in self.kept.values() if isinstance(content, torch.Tensor)]
+            self.home = streams_for(fetched)  # the streams that they were fetched for
         for value, part in zip(record.inputs, all_parts([*inputs])):
             self.storages.put(holder(part), value)
 
@@ -94,10 +92,8 @@ class Replay(RegionMode):
         with without_torch_function():
             new, written = storages.new(result), facts.written(args, kwargs)
             outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
-            for (_, storage), value in zip(new, outs):
+            for storage, value in zip([*(storage for _, storage in new), *map(holder, written)], outs):
                 storages.put(storage, value)
-            for tensor, value in zip(written, outs[len(new) :]):
-                storages.put(holder(tensor), value)
         return result
 
     def _check_writes(self, written: list[torch.Tensor]) -> None:
@@ -136,6 +132,10 @@ class Replay(RegionMode):
         self.position = found + 1
         return found
 
+    def _content(self, value: int) -> Residual | torch.Tensor | None:
+        """Return a saved value, or a tensor that contains it if it had to be fetched."""
+        return self.kept.get(value, self.record.saved_values.residual(value))
+
     def _fits(self, step: Step, args: tuple, kwargs: dict) -> bool:
         """Whether the tensors that a step writes to have as much memory as in the first run.
 
@@ -143,7 +143,7 @@ class Replay(RegionMode):
         """
         written = step.facts.written(args, kwargs)
         for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
-            content = self.brought.get(value, self.record.saved_values.residual(value))
+            content = self._content(value)
             if content is not None and len(as_bytes(tensor_of(content))) != len(as_bytes(tensor)):
                 return False
         return True
@@ -153,11 +153,9 @@ class Replay(RegionMode):
         self.has_not_drawn |= step.draws
         saved: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content: Residual | torch.Tensor | None = self.kept.pop(value, None)
-            if content is None:
-                content = self.record.saved_values.residual(value)
-            if value in self.brought:
-                content = self.brought.pop(value)
+            content = self._content(value)
+            self.kept.pop(value, None)
+            if isinstance(content, torch.Tensor):
                 make_readable(content, self.home)
             if content is not None and value in self.record.program.overwritten:  # later the region changes it in place
                 content = as_bytes(tensor_of(content)).clone()
