@@ -17,7 +17,7 @@ from .._core.facts import Facts
 from .._core.lines import Line
 from .._core.private import OpOverload
 from .._policy.policy import Verdict
-from .values import UNDESCRIBED, Layout, layouts
+from .values import UNDESCRIBED, Layout
 
 
 class Step(NamedTuple):
@@ -28,7 +28,6 @@ class Step(NamedTuple):
     overwritten: tuple[int, ...]  # the values that it overwrote
     tracked: tuple[int, ...]  # the values in `outs` that are differentiated
     result: Any  # the description of its result
-    differentiated: bool  # whether an operand required grad
     grad_mode: bool
     verdict: Verdict | None  # on its results when it ran; None: not saved, unless `SavedValues.decide` says so later
 
@@ -81,9 +80,10 @@ class Log:
         return self.steps[self.made[value]]
 
     def layout(self, value: int) -> Layout | None:
-        """Return the layout of the result that a value was made as, or None if the result can't be described."""
+        """Return the layout that a value was made in, or None if it isn't one of the results that can be described."""
         maker = self.maker(value)
-        return next((layout for layout in layouts(maker.result) if maker.outs[layout.i] == value), None)
+        results = maker.result if type(maker.result) in (tuple, list) else (maker.result,)
+        return next((item for item in results if isinstance(item, Layout) and maker.outs[item.i] == value), None)
 
 
 class Skip(enum.Enum):

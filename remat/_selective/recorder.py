@@ -42,8 +42,8 @@ class Record:
         warned.of_names(recording.verdicts, recording.known)
         self._choose(recording, {value for value, _ in results})
         self._decide_what_is_saved(recording, results)
-        # A recompute gets the inputs as arguments.
-        self.storages = recording.storages.outside({*recording.log.made, *self.inputs})
+        # Those of constants. A recompute gets the inputs as arguments.
+        self.storages = recording.storages.copy(without={*recording.log.made, *self.inputs})
 
     def _choose(self, recording: Recording, results: Set[int | None]) -> None:
         """Save the results of the steps that a budget has chosen for this program, or choose for later runs."""

@@ -95,7 +95,7 @@ class Recording:
     def with_slots(self, outer: Hooks | None) -> None:
         """Note that autograd gets slots, and which hooks around the region get what it saves."""
         self.has_slots = True
-        self.saved_values.under(outer)
+        self.saved_values.hooks = outer
 
     @property
     def _compares(self) -> bool:
@@ -161,8 +161,9 @@ class Recording:
         grad_mode = torch.is_grad_enabled()
         if last is not None and last.is_plain and last.key == key and len(new) == 1:
             tensor, storage = new[0]
-            under = storages.count, place_of(tensor)[1], differentiated, grad_mode
-            if under == (last.outs[0], last.result.form, last.differentiated, last.grad_mode):
+            is_tracked = differentiated and is_differentiable(tensor)
+            under = storages.count, place_of(tensor)[1], is_tracked, grad_mode
+            if under == (last.outs[0], last.result.form, bool(last.tracked), last.grad_mode):
                 storages.put(storage, storages.number())
                 storages.tracked.update(last.tracked)
                 return last
@@ -171,30 +172,20 @@ class Recording:
             verdict = self.choices.verdict(number, key)
         elif is_judged(outcome, facts):
             verdict = self.verdicts.on_operation((number,), facts, args, kwargs, result)
+        written = facts.written(args, kwargs)
+        overwritten = tuple([storages.get(tensor) for tensor in written])
+        for value in overwritten:
+            self.saved_values.forget(value)
         outs: list[int] = []
         tracked: list[int] = []
-        for tensor, storage in new:
+        for tensor, storage in (*new, *((tensor, holder(tensor)) for tensor in written)):
             value = storages.number()
             storages.put(storage, value)
             outs.append(value)
             if differentiated and is_differentiable(tensor):
                 tracked.append(value)
-        overwritten = self._overwrite(facts.written(args, kwargs), differentiated, outs, tracked)
         storages.tracked.update(tracked)
-        return Step(key, tuple(outs), overwritten, tuple(tracked), outcome, differentiated, grad_mode, verdict)
-
-    def _overwrite(self, written: list[torch.Tensor], tracked: bool, outs: list[int], all_tracked: list[int]) -> tuple:
-        """Number the new values of storages that an operation wrote to. Return the overwritten values."""
-        storages = self.storages
-        before = tuple([storages.get(tensor) for tensor in written])
-        for value, tensor in zip(before, written):
-            self.saved_values.forget(value)
-            now = storages.number()
-            storages.put(holder(tensor), now)
-            outs.append(now)
-            if tracked and is_differentiable(tensor):
-                all_tracked.append(now)
-        return before
+        return Step(key, tuple(outs), overwritten, tuple(tracked), outcome, grad_mode, verdict)
 
     def ran_around(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
         """Judge the results of an operation on wrapper subclasses, which has executed the steps since ``start``."""

@@ -8,7 +8,7 @@ operations read are candidates, which are kept alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import nullcontext
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -33,13 +33,12 @@ from .values import Layout, place_of
 class Residual:
     """A saved value: the contents of a storage, as an operation made them. Methods take any alias as ``tensor``."""
 
-    __slots__ = ("__weakref__", "_bring", "_near", "_offloaded", "_versions", "_watched", "line", "op")
+    __slots__ = ("__weakref__", "_far", "_near", "_versions", "_watched", "line", "op")
 
     def __init__(self, op: Any, line: Line | None) -> None:
         self.op, self.line = op, line  # the operator that made it, and the line that called the operator
-        self._bring: Callable[[], torch.Tensor] | None = None
+        self._far: Offloaded | Packed | None = None
         self._near: torch.Tensor | None = None
-        self._offloaded: Offloaded | None = None
         self._watched: list[torch.Tensor] = []  # tensors on its storage, unless it is a copy
         self._versions: list[int] = []  # theirs, when it was saved
 
@@ -71,13 +70,11 @@ class Residual:
             self._near = alias(tensor)  # until the first run ends
             numbers = _numbers(tensor, layout)
             if outer is None:
-                self._offloaded = Offloaded(numbers, group)
-                self._bring = self._offloaded.get
-            else:
-                handed = Packed(numbers, outer)
-                self._bring = handed.get
-                if any(holder(kept) is holder(tensor) for kept in tensors(handed.contents)):
-                    self.save_here(tensor)  # as the hooks do
+                self._far = Offloaded(numbers, group)
+                return
+            self._far = Packed(numbers, outer)
+            if any(holder(kept) is holder(tensor) for kept in tensors(self._far.contents)):
+                self.save_here(tensor)  # as the hooks do
 
     @property
     def nbytes(self) -> int:
@@ -87,12 +84,12 @@ class Residual:
     @property
     def is_elsewhere(self) -> bool:
         """Whether the value must be fetched. That may recompute an enclosing region, so not within an operation."""
-        return self._bring is not None
+        return self._far is not None
 
     def on(self, form: tuple) -> torch.Tensor:
         """Return a new tensor of a form, whose storage contains the value."""
         tensor = self.get()
-        if self._bring is None and place_of(tensor)[1] == form:
+        if self._far is None and place_of(tensor)[1] == form:
             return alias(tensor)
         with private.without_levels() if private.transforms_active() else nullcontext():
             return Layout(0, form).on(tensor.untyped_storage())
@@ -105,19 +102,19 @@ class Residual:
                 f"The output of {op} at {line}, which the region's policy saves for the backward, was "
                 f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
             )
-        if self._bring is not None:
-            if self._near is not None:
-                return self._near
-            with private.without_levels(), unseen():
-                content = self._bring()
-                whole = content.storage_offset() == 0 and content.is_contiguous()
-                return content if whole else content.clone(memory_format=torch.contiguous_format)
-        return self._watched[0]
+        if self._far is None:
+            return self._watched[0]
+        if self._near is not None:
+            return self._near
+        with private.without_levels(), unseen():
+            content = self._far.get()
+            whole = content.storage_offset() == 0 and content.is_contiguous()
+            return content if whole else content.clone(memory_format=torch.contiguous_format)
 
     def before_writing(self) -> None:
         """Have the stream wait for the copy to host memory, as the storage is about to be overwritten."""
-        if self._offloaded is not None:
-            self._offloaded.settle()
+        if isinstance(self._far, Offloaded):
+            self._far.settle()
 
     def settle(self) -> None:
         """Release the value on the device. A shared storage, as of a result, may be overwritten next."""
@@ -136,7 +133,7 @@ def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     storage, dtype = tensor.untyped_storage(), tensor.dtype if layout is None else layout.dtype
     size: tuple[int, ...] = (storage.nbytes() // dtype.itemsize,)
     stride: tuple[int, ...] = (1,)
-    if layout is not None and layout.fills(tensor):
+    if layout is not None and layout.fills(storage):
         _, size, stride, *_ = layout.form
     with private.without_dispatch():
         if dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
@@ -205,10 +202,6 @@ class SavedValues:
         self._owned: dict[int, Residual] = {}
         self._residuals: dict[int, weakref.ref[Residual]] = {}  # all of them
         self._group: Group | None = None
-
-    def under(self, hooks: Hooks | None) -> None:
-        """Let the hooks around the region save its residuals."""
-        self.hooks = hooks
 
     @property
     def in_region(self) -> bool:

@@ -8,7 +8,7 @@ restored from the step's saved values. So an operation never gets the value of a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -60,15 +60,10 @@ class Layout(NamedTuple):
         with without_dispatch():
             return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
 
-    def fills(self, tensor: torch.Tensor) -> bool:
-        """Whether a contiguous tensor of this layout covers the whole storage of another tensor."""
-        _, sizes, strides, dtype, *_ = self.form
-        expected, count = 1, dtype.itemsize
-        for size, stride in zip(reversed(sizes), reversed(strides)):
-            if size != 1 and stride != expected:
-                return False
-            expected *= size
-        return expected * count == tensor.untyped_storage().nbytes()
+    def fills(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a tensor of this layout is contiguous and covers the whole storage."""
+        tensor = self.on(storage)
+        return tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
 
     @property
     def nbytes(self) -> int:
@@ -86,15 +81,6 @@ class Argument(NamedTuple):
     """The description of a result that is the ``i``-th tensor of the arguments, as of in-place operations."""
 
     i: int
-
-
-def layouts(template: Any) -> Iterator[Layout]:
-    """Iterate over the layouts in the description of a result."""
-    if isinstance(template, Layout):
-        yield template
-    elif type(template) in (tuple, list):
-        for item in template:
-            yield from layouts(item)
 
 
 _new = tuple.__new__  # takes half the time of the named tuple's constructor
@@ -177,19 +163,12 @@ class Storages:
         """Set the number of the value in a storage."""
         self._homes[id(storage)] = weakref.ref(storage), number
 
-    def copy(self) -> Storages:
-        """Return a copy that can change independently."""
+    def copy(self, without: Collection[int] = ()) -> Storages:
+        """Return a copy that can change independently, of the living storages that contain other values than these."""
         found = Storages()
-        found.count = self.count
-        found._constants, found.tracked, found._homes = self._constants.copy(), self.tracked.copy(), self._homes.copy()
-        return found
-
-    def outside(self, known: Collection[int]) -> Storages:
-        """Return a copy with only the living storages that contain other values than the ``known`` ones: constants."""
-        found = self.copy()
-        found._homes = {
-            key: home for key, home in found._homes.items() if home[1] not in known and home[0]() is not None
-        }
+        found.count, found._constants, found.tracked = self.count, self._constants.copy(), self.tracked.copy()
+        homes = self._homes.items()
+        found._homes = {key: home for key, home in homes if home[1] not in without and home[0]() is not None}
         return found
 
     def _meet(self, tensor: torch.Tensor) -> tuple[int, tuple | None]:
