@@ -21,17 +21,12 @@ class RegionMode(DispatchMode):
         self._policy, self._known = policy, known
         self._drawing = drawing  # operations of other libraries that have drawn random numbers
         self.number = 0  # of enclosing regions in a first run under a policy
-        self.draws = 0  # operations so far that have drawn random numbers
+        self.count = 0  # of the operations so far that have drawn random numbers
         self.ranges = Ranges()
 
-    @property
-    def count(self) -> Any:
-        """How far the run has come, for `go_back`."""
-        return self.draws
-
-    def go_back(self, count: Any) -> None:
+    def go_back(self, count: int) -> None:
         """Forget later draws: an inner run was abandoned, which draws the same numbers when it starts again."""
-        self.draws = count
+        self.count = count
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         self._known.compiles |= super().ignore_compile_internals()
@@ -48,8 +43,8 @@ class RegionMode(DispatchMode):
         """Return the index of an operation among those that draw random numbers, or None if it does not draw."""
         if facts not in self._drawing and not facts.draws(args, kwargs):
             return None
-        self.draws += 1
-        return self.draws - 1
+        self.count += 1
+        return self.count - 1
 
     def __enter__(self) -> Any:
         self.number = len(state.recordings)

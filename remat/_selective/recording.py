@@ -190,9 +190,8 @@ class Recording:
     def ran_around(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
         """Judge the results of an operation on wrapper subclasses, which has executed the steps since ``start``."""
         log = self.log
-        found = [part for tensor in tensors((result, facts.written(args, kwargs))) for part in parts(tensor)]
-        values = [value for part in found if (value := self.storages.find(part)) is not None]
-        made = {number for value in values if (number := log.made.get(value, -1)) >= start}
+        found = [each for t in tensors((result, facts.written(args, kwargs))) for each in self.storages.inside(t)]
+        made = {number for value, _ in found if (number := log.made.get(value, -1)) >= start}
         made = {number for number in made if is_judged(log.steps[number].result, facts)}
         if not made or self.choices is not None:
             return
@@ -220,25 +219,22 @@ class Recording:
             if judges_names and value in log.made and len(log.maker(value).outs) > 1:
                 self._siblings[value] = tensor
         else:
-            found = [(value, part) for part in parts(tensor) if (value := self.storages.find(part)) is not None]
+            found = self.storages.inside(tensor)
             self.saves.add(slot, Source(tuple([value for value, _ in found]), None, after))
             for each in found:
                 self.saved_values.hold(*each)  # a recompute makes the saved tensor from these values
 
     def needs(self, tensor: torch.Tensor) -> None:
         """Record that autograd saved a tensor at a torch.func level, as it will again in a recompute."""
-        for part in parts(tensor):
-            value = self.storages.find(part)
-            if value is not None:
-                self.saves.above.append(value)
-                self.saved_values.hold(value, part)
+        for value, part in self.storages.inside(tensor):
+            self.saves.above.append(value)
+            self.saved_values.hold(value, part)
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """Record the name of a tensor."""
         self.verdicts.given.setdefault(name, line)
-        for part in parts(tensor):
-            value = self.storages.find(part)
-            if value is not None and value in self.log.made:
+        for value, part in self.storages.inside(tensor):
+            if value in self.log.made:
                 self._name(value, part, name, line)
 
     def _name(self, value: int, part: torch.Tensor, name: str, line: Line) -> None:

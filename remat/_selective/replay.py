@@ -69,9 +69,7 @@ class Replay(RegionMode):
             return self.placeholders.mark(facts.func(*args, **kwargs))
         record, storages = self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
-            if not self.placeholders:
-                return func(*args, **kwargs)
-            return self._view(func, facts, args, kwargs)
+            return self._view(func, args, kwargs)
         with without_torch_function():
             read: list[torch.Tensor] = []
             draw = self.draw(facts, args, kwargs)
@@ -110,9 +108,11 @@ class Replay(RegionMode):
                     "function must be deterministic: look for Python state that changed between the runs."
                 )
 
-    def _view(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
+    def _view(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Execute an operation that only returned views in the first run. It can be applied to placeholders, too."""
         result = func(*args, **kwargs)
+        if not self.placeholders:
+            return result
         with without_torch_function():
             if self.storages.new(result):
                 self.placeholders.read(tensors((args, kwargs)))

@@ -15,7 +15,7 @@ import torch
 
 from .._core.facts import Facts, tensors
 from .._core.private import FakeTensor, has_no_memory, without_dispatch
-from .._core.tensors import as_bytes, bytes_of, holder, is_dense, span
+from .._core.tensors import as_bytes, bytes_of, holder, is_dense, parts, span
 
 New: TypeAlias = tuple[torch.Tensor, Any]  # a tensor and its storage, or the tensor twice (see `holder`)
 
@@ -145,6 +145,11 @@ class Storages:
     def get(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
         return self._meet(tensor)[0]
+
+    def inside(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return the numbers of the values in a tensor, each with the plain tensor that contains it."""
+        found = [(self.find(part), part) for part in parts(tensor)]
+        return [(number, part) for number, part in found if number is not None]
 
     def values(self) -> list[int]:
         """Return the numbers of the values in all storages that are alive."""
