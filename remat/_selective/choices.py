@@ -15,7 +15,7 @@ from .._core.known import Known
 from .._core.lines import Line, user_line, warn
 from .._core.tensors import is_dense
 from .._policy.operators import full_name
-from .._policy.policy import Budget, Chosen, Verdict
+from .._policy.policy import Budget, Verdict
 from .program import Program
 from .search import Choice, Problem, TooMany, best_of, corners, cost_of, pareto
 from .values import Storages, is_judged
@@ -55,8 +55,10 @@ class Choices:
         if policy not in choices and len(choices) >= _POLICIES:
             del choices[next(iter(choices))]
         self._known: list[tuple[Tradeoff, Choice]] = choices.setdefault(policy, [])
-        self._matches = [*self._known]  # the known programs that match so far
-        self._chosen = policy.chosen  # a choice made earlier, as long as the operators match its program
+        # The known choices that match so far, each with its program: the keys of the operations, or their names.
+        self._matches: list[tuple[tuple, frozenset[int]]] = [(each.keys, choice.steps) for each, choice in self._known]
+        if policy.chosen is not None:
+            self._matches.append(policy.chosen)
         self.so_far: frozenset[int] = frozenset()  # what a new program saves: one choice, as all may exceed the budget
         self._news = known.is_new_warning
         self.costs: list[float] = []  # of the steps
@@ -66,34 +68,28 @@ class Choices:
     def verdict(self, number: int, key: tuple) -> Verdict | None:
         """Return SAVE if the results of this step are saved."""
         if self._matches:
-            self.so_far = self._matches[0][1].steps
-        self._matches = [each for each in self._matches if number < len(each[0].keys) and each[0].keys[number] == key]
-        earlier, name = self._chosen, full_name(key[0].func)
-        if earlier is not None and earlier.operators[number : number + 1] != (name,):
-            self._drop_chosen(earlier)
-        chosen = [choice.steps for _, choice in self._matches] + ([] if self._chosen is None else [self._chosen.steps])
-        return Verdict.SAVE if any(number in steps for steps in chosen) else None
+            self.so_far = self._matches[0][1]
+        now = key, full_name(key[0].func)
+        self._keep([each for each in self._matches if number < len(each[0]) and each[0][number] in now])
+        return Verdict.SAVE if any(number in steps for _, steps in self._matches) else None
 
     def steps(self, program: Program) -> frozenset[int] | None:
         """Return the saved steps of the program that has run, or None if the program is new."""
-        for tradeoff, choice in self._matches:
-            if tradeoff.keys == program.keys:
-                return choice.steps
-        if (earlier := self._chosen) is not None and len(program.steps) != len(earlier.operators):
-            self._drop_chosen(earlier)
-        return None if self._chosen is None else self._chosen.steps
+        self._keep([each for each in self._matches if len(each[0]) == len(program.steps)])
+        return self._matches[0][1] if self._matches else None
 
-    def _drop_chosen(self, earlier: Chosen) -> None:
-        """Drop a choice that was made for another program. From the next run on this program has its own choice."""
-        self._chosen = None
-        self.so_far = self.so_far or earlier.steps
-        if not self._matches and self._news(f"a choice for {len(earlier.operators)} operations"):
+    def _keep(self, matches: list[tuple[tuple, frozenset[int]]]) -> None:
+        """Drop the other matches. If the policy's own choice was the last match, it was made for another program."""
+        chosen = self._policy.chosen
+        is_of_another = chosen is not None and chosen in self._matches and not matches
+        if is_of_another and self._news(f"another program than that of {chosen}"):
             warn(
                 f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "
                 f"for the same number of bytes. Make the plan (`remat.nn.budget`) or the curve (`remat.pareto`) with "
                 f"arguments, settings such as autocast, and transforms like those of this call.",
                 user_line(),
             )
+        self._matches = matches
 
     def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, storages: Storages) -> None:
         """Record the cost of a step and the sizes of the values that it has made."""
