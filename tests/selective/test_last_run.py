@@ -162,3 +162,17 @@ def test_later_calls_take_no_more_memory() -> None:
         peaks = [peak_bytes(lambda: region(x, *ws).sum()) for _ in range(3)]
         held = [held_bytes(region, x, *ws) for _ in range(3)]
         assert max(peaks) == peaks[0] and len(set(held)) == 1
+
+
+def two_sines(x: Tensor) -> Tensor:
+    return checkpoint_name(checkpoint_name(x.sin(), "a").sin(), "i2")
+
+
+def wrapped_sine(inner: Callable) -> Callable:
+    return lambda x: inner(checkpoint_name(x.sin(), "o1")).sin()
+
+
+def test_a_function_around_one_that_was_called_before() -> None:
+    policy = policies.save_only_these_names("a")
+    calls = [wrapped_sine(remat(two_sines, policy=policy)), remat(wrapped_sine(two_sines), policy=policy)]
+    assert [run(fn, X)[1]["aten.sin"] for fn in (calls[0], calls[0], calls[1], calls[1])] == [0, 0, 2, 2]

@@ -27,6 +27,8 @@ from remat import (
     remat,
     saved_residuals,
 )
+from remat._core.known import known_of
+from remat._selective.values import Layout, place_of
 
 Fn = Callable[..., Any]
 aten = torch.ops.aten
@@ -408,3 +410,80 @@ def test_a_constant_of_the_region_does_not_hide_what_is_saved() -> None:
 
     plain, saved = ran_in_backward(fn, "aten.bmm"), ran_in_backward(remat(fn, policy=policies.save_matmuls), "aten.bmm")
     assert (ran_in_backward(remat(fn), "aten.bmm") - plain, saved - plain) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("make", "fills"),
+    [
+        (lambda x: x, True),
+        (lambda x: x[:, None], True),
+        (lambda x: x.view(2, 1, 12), True),
+        (lambda x: x[1:], False),
+        (lambda x: x[:3], False),
+        (lambda x: x.T, False),
+        (lambda x: x[:, ::2], False),
+        (lambda x: x.view(-1)[:6].view(2, 3), False),
+    ],
+)
+def test_whether_a_contiguous_tensor_fills_its_storage(make: Callable[[Tensor], Tensor], fills: bool) -> None:
+    storage, form = place_of(make(torch.zeros(4, 6)))
+    assert Layout(0, form).fills(storage) is fills
+
+
+def test_hooks_may_return_a_part_of_a_larger_tensor() -> None:
+    """A saved value is then at an offset, and not the whole of a storage."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.new_zeros(3), tensor.detach().flatten()])[3:].view(tensor.shape)
+
+    def run(wrap: Fn) -> tuple:
+        return gradients_under(pack, lambda tensor: tensor, wrap(lambda x: ((x @ W).T.sin() @ x).exp()), rand(4, 4))
+
+    assert_same(run(remat(policy=MATMULS)), run(lambda fn: fn))
+
+
+def test_a_written_tensor_may_have_less_memory_in_the_recompute() -> None:
+    """The tangent has as much memory as the primal, of which hooks make a copy."""
+
+    def run(wrap: Fn) -> tuple:
+        region = wrap(lambda x: jvp(torch.sin, (x,), (W[:3],))[1].sin())
+        return gradients_under(torch.clone, lambda t: t, lambda x: region(x[:3]), rand(8, 4))
+
+    assert_same(run(remat(policy=EVERYTHING)), run(lambda fn: fn))
+
+
+def test_constants_of_another_kind_are_another_operation() -> None:
+    """Equal in Python, but not in torch: a recompute must not take one for the other."""
+
+    def f(x: Tensor) -> Tensor:
+        y = x.exp()
+        parts = [torch.full((4, 4), value).to(x.dtype) for value in (1, True, 1.0, 0.0, -0.0)]
+        return torch.stack([(y * part + 1 / (part + y)).sin() for part in parts])
+
+    for policy in (EVERYTHING, policies.save_ops("aten.full", "aten.exp"), ~policies.save_ops("aten.exp")):
+        assert_same(gradients(remat(f, policy=policy)), gradients(f))
+
+
+def test_values_that_are_computed_alike_are_overwritten_together() -> None:
+    """A recompute may take one for the other, and must not overwrite the saved value of either."""
+
+    def f(x: Tensor) -> Tensor:
+        a, b, other = x.sin().exp(), x.sin().exp(), x.cos().exp()
+        a.mul_(2)
+        return a.sin() * b.cos() * other
+
+    remat(f, policy=EVERYTHING)(rand(3))
+    (program,) = known_of(f).programs.values()
+    names = [step.facts.func.__name__ for step in program.steps]
+    numbers = [i for i, step in enumerate(program.steps) if not program.overwritten.isdisjoint(step.outs)]
+    assert [names[i] for i in numbers] == ["exp.default", "exp.default"]
+    assert numbers == [i for i, name in enumerate(names) if name == "exp.default"][:2]
+
+
+def test_few_plans_of_a_program_are_kept() -> None:
+    f = lambda x: x.sin().exp()
+    remat(f, policy=EVERYTHING)(rand(3))
+    (program,) = known_of(f).programs.values()
+    for number in range(200):
+        program.plan([number], 2, [])
+    assert 1 < len(program._plans) <= 64
