@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vmap
 
-from benchmarks.measure import OpCounter, count_ops, gc_disabled, leaked_bytes, peak_bytes
+from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
 from remat import (
     MutationError,
     RecomputeMismatchError,
@@ -59,6 +60,13 @@ def gradients(fn: Fn, x: Tensor | None = None) -> tuple:
     return out.detach(), *torch.autograd.grad(out, leaf)
 
 
+def recomputed(region: Fn, *args: Any) -> Counter[str]:
+    """The operations of the backward pass, by default of a matrix."""
+    x = args[0] if args else rand(4, 4)
+    out = region(x, *args[1:]).sum()
+    return count_ops(torch.autograd.grad, out, x)
+
+
 def block(x: Tensor) -> Tensor:
     h = named((x @ W).exp().clamp(max=5))
     return (h * 2).sin() @ x * h
@@ -82,9 +90,9 @@ def operand_of_a_late_one_cleared(x: Tensor) -> Tensor:
 def test_a_restored_operation_draws_again_if_a_later_one_draws() -> None:
     """It runs at once. To find out later that the generator has not advanced would take a second attempt."""
     fn = lambda x: F.dropout((x * named(torch.randn(4, 4))).exp(), 0.5).sin() * x
-    assert_same(gradients(remat(fn, policy=POLICIES["names"])), gradients(fn))
-    out = remat(fn, policy=POLICIES["names"])(x := rand(4, 4))
-    assert count_ops(lambda: torch.autograd.grad(out.sum(), x))["aten.exp"] == 1
+    region = remat(fn, policy=POLICIES["names"])
+    assert_same(gradients(region), gradients(fn))
+    assert recomputed(region)["aten.exp"] == 1
 
 
 def test_a_value_that_gets_its_name_after_it_was_read_is_not_saved() -> None:
@@ -96,10 +104,8 @@ def test_a_value_that_gets_its_name_after_it_was_read_is_not_saved() -> None:
     region, x = remat(fn, policy=policies.save_anything_except_these_names("excluded")), rand(4, 4)
     saved = {name: {each.op for each in saved_residuals(region, x, name)} for name in ("kept", "excluded")}
     assert saved["kept"] - saved["excluded"] == {"aten.exp"}
-    out = region(x, "excluded")
-    with OpCounter() as ops:
-        torch.autograd.grad(out.sum(), x)
-    assert (ops.counts["aten.exp"], ops.counts["aten.tanh"]) == (1, 0)  # and what was saved before stays saved
+    ops = recomputed(region, x, "excluded")
+    assert (ops["aten.exp"], ops["aten.tanh"]) == (1, 0)  # and what was saved before stays saved
 
 
 def test_a_backward_inside_reads_what_is_saved_though_another_value_is_not_saved_any_more() -> None:
@@ -111,12 +117,8 @@ def test_a_backward_inside_reads_what_is_saved_though_another_value_is_not_saved
         return (g * h).sum()
 
     region = remat(fn, policy=policies.save_anything_except_these_names("excluded"))
-    counts = {}
-    for name in ("kept", "excluded"):
-        with OpCounter() as ops:
-            region(rand(4, 4), name)
-        counts[name] = ops.counts["aten.sin"]
-    assert counts["excluded"] == counts["kept"]
+    kept, excluded = (count_ops(region, rand(4, 4), name)["aten.sin"] for name in ("kept", "excluded"))
+    assert excluded == kept
 
 
 def test_a_result_that_has_another_name_is_not_saved_with_its_sibling() -> None:
@@ -132,8 +134,7 @@ def test_a_result_that_has_another_name_is_not_saved_with_its_sibling() -> None:
 def test_a_constant_that_is_made_anew_is_the_same_value() -> None:
     constant = lambda x: torch.tensor([2.0, 3, 4, 5], dtype=x.dtype)
     region = remat(lambda x: named((x * constant(x)).exp()).sin() * x, policy=POLICIES["names"])
-    out = region(x := rand(4, 4))
-    assert count_ops(lambda: torch.autograd.grad(out.sum(), x))["aten.exp"] == 0
+    assert recomputed(region)["aten.exp"] == 0
 
 
 def test_other_constants_are_other_values() -> None:
@@ -252,9 +253,8 @@ def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool) -> Non
         region = wrap(lambda x: fn(x, layer))
         for _ in range(2):
             found = torch.autograd.grad(region(x).sum(), [x, *layer.parameters()])
-        out = region(x).sum()
-        counts = count_ops(torch.autograd.grad, out, x)
-        return [*found, *(b.clone() for b in layer.buffers())], counts["aten.native_batch_norm"]
+        count = recomputed(region, x)["aten.native_batch_norm"]
+        return [*found, *(b.clone() for b in layer.buffers())], count
 
     for policy in (policies.save_ops("aten.native_batch_norm"), EVERYTHING, None):
         found, count = run(functools.partial(remat, policy=policy))
@@ -340,26 +340,19 @@ def test_everything_is_freed_and_the_peak_is_no_higher(policy: str) -> None:
         assert peak_bytes(run, region) <= peak_bytes(run, plain) + inputs + 4096
 
 
-@pytest.mark.parametrize("policy", [policies.save_ops("aten.add"), ~policies.save_ops("aten.mul")], ids=repr)
-def test_the_forward_releases_values_that_will_not_be_needed(policy: Any) -> None:
-    def fn(x: Tensor) -> Tensor:
-        for _ in range(100):
-            x = (x + 1) * 2
-        return x
+SUM: tuple[Fn, Fn] = (lambda x: x, lambda x: (x + 1) * 2)
+SINES: tuple[Fn, Fn] = (lambda x: named(x.sin().exp()), lambda x: (x.sin() * 2).tanh())
 
+
+@pytest.mark.parametrize(
+    ("fns", "policy"),
+    [(SUM, policies.save_ops("aten.add")), (SUM, ~policies.save_ops("aten.mul")), (SINES, POLICIES["names"])],
+)
+def test_the_forward_releases_what_will_not_be_needed_or_may_not_be_saved(fns: tuple, policy: Any) -> None:
+    first, then = fns
+    region = remat(lambda x: functools.reduce(lambda x, _: then(x), range(100), first(x)), policy=policy)
     x = rand(16, 16)
-    assert peak_bytes(remat(fn, policy=policy), x) < 20 * x.nbytes
-
-
-def test_the_forward_releases_what_autograd_saves_and_the_policy_does_not() -> None:
-    def fn(x: Tensor) -> Tensor:
-        x = checkpoint_name(x.sin().exp(), "q")
-        for _ in range(100):
-            x = (x.sin() * 2).tanh()
-        return x
-
-    x = rand(16, 16)
-    assert peak_bytes(remat(fn, policy=policies.save_only_these_names("q")), x) < 20 * x.nbytes
+    assert peak_bytes(region, x) < 20 * x.nbytes
 
 
 def test_values_that_only_the_recompute_reads_are_released_in_the_last_pass() -> None:
@@ -378,20 +371,12 @@ def test_values_that_only_the_recompute_reads_are_released_in_the_last_pass() ->
     assert again - once >= 4 * x.nbytes
 
 
-def ran_in_backward(fn: Fn, *operators: str) -> int:
-    """How often the backward pass of a function runs these operators."""
-    out = fn(rand(2, 2, 4, 4)).sum()
-    with OpCounter() as counter:
-        out.backward()
-    return sum(counter[name] for name in operators)
-
-
 def attends(x: Tensor) -> Tensor:
-    return checkpoint_name(F.scaled_dot_product_attention(x.sin(), x.cos(), x), "h").sin()
+    return named(F.scaled_dot_product_attention(x.sin(), x.cos(), x)).sin()
 
 
 def normalizes(x: Tensor) -> Tensor:
-    return checkpoint_name(F.layer_norm(x.sin(), (4,)), "h").sin()
+    return named(F.layer_norm(x.sin(), (4,))).sin()
 
 
 @pytest.mark.parametrize(
@@ -399,17 +384,8 @@ def normalizes(x: Tensor) -> Tensor:
     [(attends, "aten._scaled_dot_product_flash_attention_for_cpu"), (normalizes, "aten.native_layer_norm")],
 )
 def test_an_operation_is_not_recomputed_for_its_other_results_if_one_has_a_name(fn: Fn, operator: str) -> None:
-    assert ran_in_backward(remat(fn), operator) == 1
-    assert ran_in_backward(remat(fn, policy=policies.save_only_these_names("h")), operator) == 0
-
-
-def test_a_constant_of_the_region_does_not_hide_what_is_saved() -> None:
-    def fn(x: Tensor) -> Tensor:
-        product = (x * torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)) @ x
-        return product.sin().exp()
-
-    plain, saved = ran_in_backward(fn, "aten.bmm"), ran_in_backward(remat(fn, policy=policies.save_matmuls), "aten.bmm")
-    assert (ran_in_backward(remat(fn), "aten.bmm") - plain, saved - plain) == (1, 0)
+    counts = [recomputed(remat(fn, policy=policy), rand(2, 2, 4, 4))[operator] for policy in (None, POLICIES["names"])]
+    assert counts == [1, 0]
 
 
 @pytest.mark.parametrize(
