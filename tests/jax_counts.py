@@ -92,6 +92,6 @@ NAMED_RESULT = rows("""
     loop: only:h 4 tanh 0 matmul 0
 """)
 
-# The sines in the backward of three programs with results that no derivative needs: `detached`, `both_results` and
-# `one_result_of_each_call` in `tests/selective/test_policy_rules.py`.
+# The sines in the backward of three programs with results that no derivative needs: those of `partly_needed` in
+# `tests/selective/test_policy_rules.py`.
 SINES = (2, 1, 1)

@@ -60,11 +60,7 @@ def by_autograd(program: Program, fn: Fn) -> Run:
     return Run(kept, counter.counts, (cts, grads))
 
 
-def by_vjp(program: Program, fn: Fn) -> Run:
-    return _by_vjp(fn, *program.plain_args())
-
-
-def _by_vjp(fn: Fn, *args: Tensor) -> Run:
+def by_vjp(fn: Fn, *args: Tensor) -> Run:
     with Alive() as alive:
         out, pull = vjp(fn, *args)
         kept = alive.live - len(tensor_leaves(out))  # `pull` owns them
@@ -78,28 +74,24 @@ def by_vmap_vjp(program: Program, fn: Fn) -> Run:
     runs = []
 
     def call(*args: Tensor) -> tuple[Tensor, ...]:
-        runs.append(_by_vjp(fn, *args))
+        runs.append(by_vjp(fn, *args))
         return tuple(tensor_leaves(runs[-1].result))
 
     result = vmap(call, in_dims)(*args)
     return runs[0]._replace(result=result)
 
 
-def gradient(fn: Fn, count: int) -> Fn:
-    """The gradient of the sum of its results."""
-    return grad(lambda *args: total(fn(*args)), tuple(range(count)))
-
-
 def by_vmap_grad(program: Program, fn: Fn) -> Run:
     args, in_dims = program.batch()
+    gradient = grad(lambda *args: total(fn(*args)), tuple(range(len(args))))
     with OpCounter() as counter:
-        result = vmap(gradient(fn, len(args)), in_dims)(*args)
+        result = vmap(gradient, in_dims)(*args)
     return Run(None, counter.counts, result)
 
 
 TRANSFORMS: dict[str, Callable[[Program, Fn], Run]] = {
     "autograd": by_autograd,
-    "vjp": by_vjp,
+    "vjp": lambda program, fn: by_vjp(fn, *program.plain_args()),
     "vmap(vjp)": by_vmap_vjp,
     "vmap(grad)": by_vmap_grad,
 }
@@ -176,28 +168,17 @@ def test_no_more_is_saved_or_recomputed_than_by_jax(row: Row, transform: str) ->
         assert run.kept <= most
 
 
-DEAD: dict[str, Callable[[Callable, Tensor], Tensor]] = {
-    "detached": lambda wrap, a: wrap(lambda a: sin(sin(a).detach()) * sin(a))(a),
-    "both_results": lambda wrap, a: sum(wrap(lambda a, b: (sin(a), sin(sin(b))))(a, a)),
-    "one_result_of_each_call": lambda wrap, a: (lambda fn: fn(a, a)[0] + fn(a, a)[1])(
-        wrap(lambda a, b: (sin(a), sin(sin(b))))
-    ),
-}
+def partly_needed(wrap: Callable, a: Tensor) -> tuple[Tensor, ...]:
+    pair = wrap(lambda a, b: (sin(a), sin(sin(b))))
+    return wrap(lambda a: sin(sin(a).detach()) * sin(a))(a), sum(pair(a, a)), pair(a, a)[0] + pair(a, a)[1]
 
 
-@pytest.mark.parametrize(
-    "wrap, counts",
-    [  # `SINES` of `jax_counts` has the figures of JAX
-        (functools.partial(remat, policy=MATMULS), SINES),
-        (remat, (3, 2, 2)),
-    ],
-    ids=["policy", "no policy"],
-)
-def test_results_that_no_derivative_needs(wrap: Callable, counts: tuple) -> None:
+@pytest.mark.parametrize("policy, counts", [(MATMULS, SINES), (None, (3, 2, 2))], ids=["policy", "no policy"])
+def test_results_that_no_derivative_needs(policy: Any, counts: tuple) -> None:
     """Only a policy knows which operations in the middle of a region are needed; otherwise all run until the last."""
     a = rand(3)
-    outs = [program(wrap, a).sum() for program in DEAD.values()]
-    assert tuple(count_ops(torch.autograd.grad, out, a)["aten.sin"] for out in outs) == counts
+    outs = partly_needed(functools.partial(remat, policy=policy), a)
+    assert tuple(count_ops(torch.autograd.grad, out.sum(), a)["aten.sin"] for out in outs) == counts
 
 
 POLICIES = {
