@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,10 +36,8 @@ def forget() -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_known() -> Iterator[None]:
+def nothing_is_known() -> None:
     """Clears the records, as functions of tests share their code."""
-    forget()
-    yield
     forget()
 
 
@@ -52,20 +50,6 @@ def run(fn: Callable, *args: Any) -> tuple[list[Tensor], Counter[str]]:
     return [out, *(g for g in grads if g is not None)], Counter(
         {name: count for name, count in counter.counts.items() if count and name not in VIEWS}
     )
-
-
-def check(fn: Callable, policy: str, calls: list[tuple]) -> None:
-    """Each call has the result of the plain function, and recomputes as much as without records."""
-    expected = []
-    for args in calls:
-        forget()
-        expected.append(run(remat(fn, policy=POLICIES[policy]), *args)[1])
-    forget()
-    region = remat(fn, policy=POLICIES[policy])
-    for args, counts in zip(calls, expected):
-        values, again = run(region, *args)
-        assert_same(values, run(fn, *args)[0])
-        assert again == counts
 
 
 def layers(x: Tensor, w: Tensor) -> Tensor:
@@ -90,13 +74,6 @@ INPUTS: dict[str, tuple[Callable, list[tuple]]] = {
     "what is differentiated": (layers, [(X, W), (X.detach(), W), (X, W.detach())]),
     "storage offset": (around, [(UPPER.detach(), W), (LOWER.detach(), W)]),
 }
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", INPUTS)
-def test_inputs_that_differ(name: str, policy: str) -> None:
-    fn, kinds = INPUTS[name]
-    check(fn, policy, [args for kind in (*kinds, *kinds) for args in [kind] * 2])
 
 
 def part_without_grad(x: Tensor, w: Tensor, flag: bool) -> Tensor:
@@ -143,9 +120,21 @@ BRANCHES: dict[str, Callable[[Tensor, Tensor, bool], Tensor]] = {
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("branch", BRANCHES)
-def test_branches_that_differ(branch: str, policy: str) -> None:
-    check(BRANCHES[branch], policy, [(X, W, flag) for flag in (True, True, True, False, False, True, False)])
+@pytest.mark.parametrize("name", [*INPUTS, *BRANCHES])
+def test_inputs_and_branches_that_differ(name: str, policy: str) -> None:
+    """Each call has the result of the plain function, and recomputes as much as without records."""
+    fn, kinds = INPUTS.get(name) or (BRANCHES[name], [(X, W, True), (X, W, False)])
+    calls = [args for kind in (*kinds, *kinds) for args in [kind] * 2]
+    expected = []
+    for args in calls:
+        forget()
+        expected.append(run(remat(fn, policy=POLICIES[policy]), *args)[1])
+    forget()
+    region = remat(fn, policy=POLICIES[policy])
+    for args, counts in zip(calls, expected):
+        values, again = run(region, *args)
+        assert_same(values, run(fn, *args)[0])
+        assert again == counts
 
 
 def test_later_calls_take_no_more_memory() -> None:

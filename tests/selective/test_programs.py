@@ -5,7 +5,6 @@ Uninitialized memory is filled with NaN here, so that a value which was never co
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -227,7 +226,7 @@ AROUND: dict[str, Callable[[Fn, Wrap], Fn]] = {
     "in torch's checkpoint": lambda fn, wrap: lambda *args: checkpoint(fn, *args, use_reentrant=False),
     "differentiated": lambda fn, wrap: wrap(lambda *args: derived(fn, args)),
 }
-SINE, EVERYTHING = policies.save_ops("aten.sin"), policies.everything_saveable
+SINE = policies.save_ops("aten.sin")
 
 
 def without(fn: Fn, **options: Any) -> Fn:
@@ -319,46 +318,42 @@ def test_func(case: Case, policy: str) -> None:
             assert_same(run(remat, transform), run(without, transform), exact=False)
 
 
-def in_backward(fn: Fn, policy: Any, x: Tensor) -> Counter[str]:
-    """The operations of the backward pass of a region."""
-    out = remat(fn, policy=policy)(x).abs().sum()
-    return count_ops(torch.autograd.grad, out, x)
+IN_BACKWARD: dict[str, tuple[Fn, str, Tensor, dict[str, int]]] = {
+    "an operation without a result runs again": (  # as `record_stream` may have to, for a tensor of the recompute
+        lambda x: then(h := (x @ W).sin(), torch._assert_async((h < 2).all()), h.exp()),
+        "mm", rand(N, N), {"_assert_async": 1, "sin": 1, "mm": 1},
+    ),
+    "a region that differentiates saves all results": (  # it is not known there which of them autograd has saved
+        lambda x: F.layer_norm(step(x), (N,), WEIGHT).sin(),
+        "native_layer_norm", rand(3, N), {"native_layer_norm": 0, "native_layer_norm_backward": 1},
+    ),
+    "complex products are saved": (
+        lambda x: (x @ COMPLEX).sin() @ COMPLEX.conj(), "mm", rand(N, N, dtype=torch.complex128), {"mm": 2},
+    ),
+}  # fmt: skip
 
 
-def test_an_operation_without_a_result_runs_again() -> None:
-    """It may have to, as `record_stream` for a tensor of the recompute."""
-    fn = lambda x: then(h := (x @ W).sin(), torch._assert_async((h < 2).all()), h.exp())
-    counts = in_backward(fn, policies.save_matmuls, rand(N, N))
-    assert [counts[f"aten.{name}"] for name in ("_assert_async", "sin", "mm")] == [1, 1, 1]
+@pytest.mark.parametrize("name", IN_BACKWARD)
+def test_what_the_backward_pass_runs(name: str) -> None:
+    fn, saved, x, counts = IN_BACKWARD[name]
+    out = remat(fn, policy=operators(saved))(x).abs().sum()
+    found = count_ops(torch.autograd.grad, out, x)
+    assert {name: found[f"aten.{name}"] for name in counts} == counts
 
 
-def test_a_region_that_differentiates_saves_all_results_of_an_operation() -> None:
-    """It is not known there which of them autograd has saved."""
-    fn = lambda x: F.layer_norm(step(x), (N,), WEIGHT).sin()
-    counts = in_backward(fn, policies.save_ops("aten.native_layer_norm"), rand(3, N))
-    assert counts["aten.native_layer_norm"] == 0 and counts["aten.native_layer_norm_backward"] == 1
-
-
-def test_complex_products_are_saved() -> None:
-    fn = lambda x: (x @ COMPLEX).sin() @ COMPLEX.conj()
-    x = rand(N, N, dtype=torch.complex128)
-    assert in_backward(fn, policies.save_matmuls, x)["aten.mm"] == 2  # of the backward itself
-
-
-def reverse_over_forward(x: Tensor, y: Tensor) -> Tensor:
-    return grad(lambda x: jvp(lambda x: F.mse_loss(x @ W, y), (x,), (y,))[1])(x)
-
-
-def reverse_over_forward_over_reverse(x: Tensor, y: Tensor) -> Tensor:
-    gradient = grad(lambda x: (x.sin() @ W - y).square().sum())
-    return vjp(lambda x: jvp(gradient, (x,), (y,))[1], x)[1](y)[0]
+REVERSE_OVER_FORWARD: dict[str, Fn] = {
+    "a loss": lambda x, y: grad(lambda x: jvp(lambda x: F.mse_loss(x @ W, y), (x,), (y,))[1])(x),
+    "over reverse": lambda x, y: vjp(lambda x: jvp(grad(lambda x: (x.sin() @ W - y).square().sum()), (x,), (y,))[1], x)[
+        1
+    ](y)[0],
+}
 
 
 @pytest.mark.parametrize("options", [{"policy": policies.save_matmuls}, {"debug": True}], ids=["policy", "debug"])
-@pytest.mark.parametrize("fn", [reverse_over_forward, reverse_over_forward_over_reverse])
-def test_reverse_over_forward_mode_in_a_region(fn: Fn, options: dict) -> None:
+@pytest.mark.parametrize("name", REVERSE_OVER_FORWARD)
+def test_reverse_over_forward_mode_in_a_region(name: str, options: dict) -> None:
     """Its backward pass gets zeros without memory, at which torch crashes if an operation on them is seen by a mode."""
-    x, y = rand(N, N), rand(N, N, seed=1, grad=False)
+    fn, x, y = REVERSE_OVER_FORWARD[name], rand(N, N), rand(N, N, seed=1, grad=False)
     found, expected = remat(fn, **options)(x, y), fn(x, y)
     assert_same(found, expected)
     if expected.requires_grad:
