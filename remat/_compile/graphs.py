@@ -80,16 +80,15 @@ def reason_to_break() -> str:
     graph, called, versions, whole = private.traced_function()
     if any(node.target is private.hooks_disable for node in chain(graph.nodes, *map(nodes, called))):
         return _TRANSFORM
-    changed = [t for t, version in zip(_inputs(graph), versions) if private.version(t) != version]
+    changed = {holder(t) for t, version in zip(_inputs(graph), versions) if private.version(t) != version}
     # A change of any other tensor is made out of place, when AOT autograd traces.
-    changed = [t for t in changed if any(holder(t) is holder(given) for given in _inputs(whole))]
-    return _CHANGE if changed and _are_differentiated(changed, graph) else ""
+    changed &= set(map(holder, _inputs(whole)))
+    return _CHANGE if _are_differentiated(changed, graph) else ""
 
 
-def _are_differentiated(changed: list[torch.Tensor], graph: Graph) -> bool:
-    """Whether a value that depends on these inputs requires grad: then a recompute may read them."""
+def _are_differentiated(holders: set[Any], graph: Graph) -> bool:
+    """Whether a value that depends on inputs with these holders requires grad: then a recompute may read them."""
     depend: set[Node] = set()
-    holders = set(map(holder, changed))
     for node in graph.nodes:
         given = _read(node)
         used = _tensors(given)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
 from .._core import private
 from .._core.state import disable_remat, is_recomputing, state
@@ -140,25 +142,9 @@ def apply_activation_checkpointing(
 
 
 _ORIGINAL = private.original_checkpoint
-_installed: list[Callable] = []  # the last one replaces torch's function
 
 
-class Installation:
-    """The replacement that :func:`install` made, as a context manager that can be entered again."""
-
-    def __init__(self, function: Callable) -> None:
-        self._function = function
-
-    def __enter__(self) -> Installation:
-        if self._function not in _installed:
-            _set([*_installed, self._function])
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        _set([function for function in _installed if function is not self._function])
-
-
-def install(policy: PolicyLike = None) -> Installation:
+def install(policy: PolicyLike = None) -> AbstractContextManager[Any]:
     """Make programs that call ``torch.utils.checkpoint.checkpoint`` execute regions instead, without changing the code.
 
     The function is replaced in ``torch.utils.checkpoint`` and in every module that has already imported it, under
@@ -169,7 +155,7 @@ def install(policy: PolicyLike = None) -> Installation:
             ignores it.
 
     Returns:
-        A context manager that removes the replacement at its end, as :func:`uninstall` does.
+        A context manager at whose end the function is again what it was before this call.
 
     Raises:
         PolicyError: ``policy`` is not a policy. Nothing is changed then.
@@ -194,22 +180,25 @@ def install(policy: PolicyLike = None) -> Installation:
         own: Any = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
 
-    return Installation(installed).__enter__()
+    before = ExitStack()
+    before.callback(_replace_by, torch.utils.checkpoint.checkpoint)
+    _replace_by(installed)
+    return before
 
 
 def uninstall() -> None:
     """Restore torch's own function everywhere. Has no effect if nothing is installed."""
-    _set([])
+    _replace_by(_ORIGINAL)
 
 
-def _set(functions: list[Callable]) -> None:
+def _replace_by(new: Callable) -> None:
     """Replace it in all modules except torch's private ones and this package's, which need torch's own function."""
-    old, new = ([_ORIGINAL, *each][-1] for each in (_installed, functions))
-    _installed[:] = functions
-    if new is not old:
-        private.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType) and not name.startswith(("remat.", "torch._")):
-                for key, value in list(vars(module).items()):
-                    if value is old:
-                        setattr(module, key, new)
+    old = torch.utils.checkpoint.checkpoint
+    if new is old:
+        return
+    private.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, ModuleType) and not name.startswith(("remat.", "torch._")):
+            for key, value in list(vars(module).items()):
+                if value is old:
+                    setattr(module, key, new)
