@@ -1,27 +1,43 @@
-"""Training by lightning's Trainer and by accelerate, with blocks that are regions, compared with torch's checkpoint."""
+"""Training by lightning, by accelerate and by transformers' Trainer, on the CPU and on devices, with regions.
+
+Results are compared with those of the plain model, and costs with those of torch's or the library's checkpointing.
+"""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from accelerator import DEVICE, backend
 from cases import assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import remat.nn
-from benchmarks.libraries import enabled, own_transformer, transformer, watched
+from benchmarks import libraries
+from benchmarks.libraries import PRODUCTS, TOKENS, enabled, own_transformer, transformer
+from benchmarks.measure import OpCounter
 from remat import policies
 
 pytestmark = [
     pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
 ]  # fmt: skip
+known = pytest.mark.skipif(DEVICE == "sim", reason="accelerate doesn't know this device")
+on_device = partial(pytest.param, DEVICE, marks=[pytest.mark.cuda, known])
 
 STEPS, EVERY = 4, 2  # the optimizer steps after every second batch
-WIDTH, BIAS = 16, 64
+WIDTH = 16
+# A recomputed value and the gradient of a bias are alive together until the node ends; torch frees it earlier.
+BIAS = 64
+# On a device a region has copies of small inputs that need no gradient, until it is known not to change them: for each
+# of four layers positions, cosines and sines, which CUDA's allocator rounds up.
+COPIES = 4 * 3 * 512
 DATA = torch.linspace(-1, 1, STEPS * 8 * WIDTH).sin().reshape(-1, WIDTH)
+IDS = torch.arange(STEPS * 8 * 16).reshape(-1, 16) * 7 % 64
 
 
 class Block(nn.Module):
@@ -48,47 +64,87 @@ class Net(nn.Module):
         return x
 
 
-def as_it_is(model: Any) -> None:
-    pass
-
-
-def that_checkpoints(model: Any) -> None:
+def with_checkpoints(model: Any) -> Any:
     model.checkpoints = True
+    return model
 
 
-def with_regions(policy: Any = None) -> Callable[[Any], Any]:
-    return lambda model: remat.nn.apply(model, Block, policy=policy)
+def with_regions(model: Any, policy: Any) -> Any:
+    return remat.nn.apply(model, Block, policy=policy)
 
 
-Trained = tuple[tuple[list[Tensor], list[Tensor]], int, int]  # losses and parameters, the peak, products
+class Kind(NamedTuple):
+    """A kind of model, with its own checkpointing and with regions; its batches and its loss."""
+
+    make: Callable[[], Any]
+    own: Callable[[Any], Any]
+    ours: Callable[[Any, Any], Any]
+    data: Tensor
+    loss: Callable[[Any, Tensor], Tensor]
 
 
-def compare(trained: Callable[[Any], Trained], plain: Any, own: Any, ours: Callable[[Any], Any]) -> None:
-    """Results are those of the plain model, and costs at most those of torch's checkpoint."""
-    expected, _, plain_products = trained(plain)
-    its, its_peak, its_products = trained(own)
+def of_language(model: Any, ids: Tensor) -> Tensor:
+    loss: Tensor = model(input_ids=ids, labels=ids).loss
+    return loss
+
+
+def llama() -> Any:
+    pytest.importorskip("transformers")
+    return transformer("Llama", attention_dropout=0.1, num_hidden_layers=4)
+
+
+BLOCKS = Kind(Net, with_checkpoints, with_regions, DATA, lambda model, batch: model(batch).square().mean())
+LLAMA = Kind(llama, own_transformer, enabled, IDS, of_language)
+
+
+# It trains a model after a change, and returns losses and parameters, the peak, and the number of products.
+Train = Callable[[Callable[[Any], Any]], tuple[Any, int, int]]
+
+
+def compare(train: Train, own: Callable[[Any], Any], ours: Callable[[Any, Any], Any], extra: int = BIAS) -> None:
+    """Results are those of the plain model, and costs at most those of the model's own checkpointing."""
+    expected, plain_peak, plain_products = train(lambda model: model)
+    its, its_peak, its_products = train(own)
     assert_same(its, expected)
-    result, peak, products = trained(ours(None))
-    assert_same(result, expected)
-    # A recomputed value and the gradient of a bias are alive together until the node ends; torch frees it earlier.
-    assert peak <= its_peak + BIAS
-    assert plain_products < products <= its_products
-    result, _, products = trained(ours(policies.save_matmuls))
-    assert_same(result, expected)
-    assert products == plain_products
+    for policy in (None, policies.save_matmuls, policies.offload(policies.save_matmuls)):
+        found, peak, products = train(lambda model, policy=policy: ours(model, policy))
+        assert_same(found, expected)
+        assert peak < plain_peak
+        if policy is None:
+            assert peak <= its_peak + extra
+            assert plain_products < products <= its_products
+        else:
+            assert products == plain_products
 
 
-def fit(precision: str, stages: int = 1) -> Callable[[Callable[[Any], Any]], Trained]:
-    """Training by lightning's Trainer; `ready` prepares the model of the module."""
+def watched(run: Callable[[], Any], device: str = "cpu") -> tuple[Any, int, int]:
+    """The result of a call, its peak of bytes on the CPU or on all devices, and the number of its products."""
+    if device == "cpu":
+        return libraries.watched(run)
+    gc.collect()  # the memory of earlier trainings
+    devices = range(backend.device_count())
+    torch.accelerator.synchronize()
+    before = sum(backend.memory_allocated(i) for i in devices)
+    for i in devices:
+        backend.reset_peak_memory_stats(i)
+    with OpCounter() as ops:
+        result = run()
+    peak = sum(backend.max_memory_allocated(i) for i in devices) - before
+    return result, peak, sum(ops[name] for name in PRODUCTS)
+
+
+@pytest.mark.parametrize(("precision", "stages"), [("32-true", 1), ("bf16-mixed", 1), ("32-true", 2)])
+def test_lightning(precision: str, stages: int) -> None:
+    """Each stage calls `configure_model`."""
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
-        def __init__(self, ready: Callable[[Any], Any]) -> None:
+        def __init__(self, change: Callable[[Any], Any]) -> None:
             super().__init__()
-            self.model, self.ready, self.losses = Net(), ready, []
+            self.model, self.change, self.losses = Net(), change, []
 
         def configure_model(self) -> None:
-            self.ready(self.model)
+            self.change(self.model)
 
         def training_step(self, batch: Tensor) -> Tensor:
             loss = self.model(batch).square().mean()
@@ -98,8 +154,8 @@ def fit(precision: str, stages: int = 1) -> Callable[[Callable[[Any], Any]], Tra
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
-    def fitted(ready: Callable[[Any], Any]) -> Trained:
-        module = Module(ready)
+    def train(change: Callable[[Any], Any]) -> Any:
+        module = Module(change)
 
         def run() -> None:
             torch.manual_seed(1)
@@ -112,69 +168,139 @@ def fit(precision: str, stages: int = 1) -> Callable[[Callable[[Any], Any]], Tra
         _, peak, products = watched(run)
         return (module.losses, [p.detach() for p in module.parameters()]), peak, products
 
-    return fitted
+    compare(train, with_checkpoints, with_regions)
 
 
-@pytest.mark.parametrize(("precision", "stages"), [("32-true", 1), ("bf16-mixed", 1), ("32-true", 2)])
-def test_lightning(precision: str, stages: int) -> None:
-    """Each stage calls `configure_model`."""
-    compare(fit(precision, stages), as_it_is, that_checkpoints, with_regions)
-
-
-def prepared(precision: str, loss: Callable[[Any, Tensor], Tensor], data: Tensor) -> Callable[[Any], Trained]:
-    """Training by a loop with accelerate."""
+@pytest.mark.parametrize(
+    ("device", "precision", "kind"),
+    [
+        *(("cpu", precision, kind) for precision in ("no", "bf16") for kind in (BLOCKS, LLAMA)),
+        *(on_device(precision, LLAMA) for precision in ("no", "bf16", "fp16")),
+    ],
+)
+def test_accelerate(device: str, precision: str, kind: Kind) -> None:
     accelerate = pytest.importorskip("accelerate")
 
-    def trained(model: Any) -> Trained:
+    def train(change: Callable[[Any], Any]) -> Any:
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # it allows one precision per process
-        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=EVERY)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        batches = torch.utils.data.DataLoader(data, batch_size=len(data) // STEPS)
-        ready, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+        accelerator = accelerate.Accelerator(
+            cpu=device == "cpu", mixed_precision=precision, gradient_accumulation_steps=EVERY
+        )
+        model = change(kind.make())
+        batches = torch.utils.data.DataLoader(kind.data, batch_size=len(kind.data) // STEPS)
+        ready, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1), batches)
         losses = []
 
         def run() -> None:
             torch.manual_seed(1)
             for batch in batches:
                 with accelerator.accumulate(ready):
-                    found = loss(ready, batch)
+                    found = kind.loss(ready, batch)
                     accelerator.backward(found)
                     optimizer.step()
                     optimizer.zero_grad()
                 losses.append(found.detach())
 
-        _, peak, products = watched(run)
+        _, peak, products = watched(run, device)
         accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        assert losses[0].device.type == device
         return (losses, [p.detach() for p in model.parameters()]), peak, products
 
-    return trained
+    compare(train, kind.own, kind.ours, BIAS if device == "cpu" else COPIES)
 
 
-def square(model: Any, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
+@pytest.mark.parametrize("device", ["cpu", on_device()])
+@pytest.mark.parametrize(("name", "switch"), [("Llama", True), ("Llama", False), ("GPT-2", True)])
+def test_trainer(name: str, switch: bool, device: str, tmp_path: Any) -> None:
+    """Regions stay, whether or not the Trainer enables the library's checkpointing."""
+    transformers = pytest.importorskip("transformers")
+    data = [{"input_ids": ids, "labels": ids} for ids in IDS]
+
+    def train(change: Callable[[Any], Any]) -> Any:
+        model = change(transformer(name, attention_dropout=0.1, num_hidden_layers=4))
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=3, per_device_train_batch_size=4, report_to=[], save_strategy="no",
+            seed=3, use_cpu=device == "cpu", disable_tqdm=True,
+            gradient_checkpointing=switch and model.is_gradient_checkpointing,
+        )  # fmt: skip
+        arguments._n_gpu = 1  # otherwise it uses DataParallel, which sums gradients in no fixed order
+        trainer = transformers.Trainer(model, arguments, train_dataset=data)
+        _, peak, products = watched(trainer.train, device)
+        assert next(model.parameters()).device.type == device
+        return list(model.parameters()), peak, products
+
+    compare(train, own_transformer, enabled)
 
 
-def of_language(model: Any, ids: Tensor) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss
+@pytest.mark.cuda
+def test_llama_over_two_devices() -> None:
+    """The second half of the model is on the second device, as with accelerate's `device_map`."""
+    accelerate = pytest.importorskip("accelerate")
+    if backend.device_count() < 2:
+        pytest.skip("there is one device")
+    where = {
+        "model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1,
+        **{f"model.layers.{i}": i // 2 for i in range(4)},
+    }  # fmt: skip
+
+    def train(change: Callable[[Any], Any]) -> Any:
+        model = change(llama())
+        torch.manual_seed(1)
+        spread = accelerate.dispatch_model(model, {name: f"{DEVICE}:{i}" for name, i in where.items()})
+        optimizer = torch.optim.SGD(spread.parameters(), 0.1)
+        ids = IDS.to(f"{DEVICE}:0")
+
+        def run() -> list[Tensor]:
+            losses = []
+            for _ in range(3):
+                loss = of_language(spread, ids)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            return losses
+
+        losses, peak, products = watched(run, DEVICE)
+        assert {p.device.index for p in spread.parameters()} == {0, 1}
+        return (losses, [p.detach() for p in spread.parameters()]), peak, products
+
+    compare(train, own_transformer, enabled, COPIES)
 
 
-def made(change: Callable[[Any], Any]) -> Any:
-    model = Net()
-    return change(model) or model
+def held(model: Any) -> tuple[int, list[Tensor]]:
+    """The bytes on the device between forward and backward, and the gradients."""
+    ids = TOKENS.to(DEVICE)
+    for _ in range(2):
+        model.zero_grad()
+        gc.collect()
+        before = backend.memory_allocated()
+        loss = of_language(model, ids)
+        torch.accelerator.synchronize()
+        after: int = backend.memory_allocated()
+        loss.backward()
+        del loss
+    return after - before, [p.grad for p in model.parameters()]
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate(precision: str) -> None:
-    compare(prepared(precision, square, DATA), Net(), made(that_checkpoints), lambda policy: made(with_regions(policy)))
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate_of_a_transformer(precision: str) -> None:
+@pytest.mark.cuda
+def test_offload_of_transformers() -> None:
+    """Regions follow the library's switch `offload=True`."""
     pytest.importorskip("transformers")
-    data = torch.arange(STEPS * 2 * 16).reshape(-1, 16) * 7 % 64
-    compare(
-        prepared(precision, of_language, data),
-        transformer("Llama"),
-        own_transformer(transformer("Llama")),
-        lambda policy: enabled(transformer("Llama"), policy),
-    )
+    plain = transformer("Llama", num_hidden_layers=4).to(DEVICE)
+    kept_by_plain, expected = held(plain)
+    its = {}
+    for offload in (False, True):
+        model = transformer("Llama", num_hidden_layers=4).to(DEVICE)
+        model.activation_checkpointing_enable(offload=offload)
+        its[offload], _ = held(model)
+    hidden_states = len(plain.model.layers) * TOKENS.numel() * plain.config.hidden_size * 4
+    for policy in (None, policies.save_matmuls):
+        kept = {}
+        for offload in its:
+            model = enabled(transformer("Llama", num_hidden_layers=4).to(DEVICE), policy)
+            model.activation_checkpointing_enable(offload=offload)
+            kept[offload], found = held(model)
+            assert_same(found, expected)
+            if policy is None:
+                assert kept[offload] <= its[offload] + COPIES < kept_by_plain
+        assert kept[True] <= kept[False] - hidden_states

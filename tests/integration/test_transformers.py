@@ -18,8 +18,8 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat.nn
-from benchmarks.libraries import transformer, watched
-from benchmarks.measure import assert_freed_without_gc, held_bytes
+from benchmarks.libraries import applied, own_transformer, transformer, watched
+from benchmarks.measure import assert_freed_without_gc, held_bytes, leaked_bytes
 from benchmarks.wrappers import MATMULS
 from remat import PolicyError, RematError, policies
 from remat.integrations.transformers import enable
@@ -34,28 +34,7 @@ pytestmark = [
 ]
 
 IDS = torch.arange(2 * 16).reshape(2, 16) * 7 % 64
-SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, num_key_value_heads=2)),
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=64, n_positions=32, n_embd=32, n_layer=2, n_head=4)
-    ),
-}
-
-
-def made(name: str) -> Any:
-    torch.manual_seed(0)
-    return MODELS[name]().train()
-
-
-def applied(model: Any, **options: Any) -> Any:
-    return remat.nn.apply(model, GradientCheckpointingLayer, **options)
-
-
-def checkpointed(model: Any) -> Any:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
+both_models = pytest.mark.parametrize("name", ["Llama", "GPT-2"])
 
 
 def as_it_is(model: Any) -> Any:
@@ -82,19 +61,19 @@ def costs(model: Any) -> tuple[int, int, int]:
 
 
 @cache
-def costs_of(how: Callable[[Any], Any], name: str = "llama") -> tuple[int, int, int]:
-    return costs(how(made(name)))
+def costs_of(how: Callable[[Any], Any], name: str = "Llama") -> tuple[int, int, int]:
+    return costs(how(transformer(name)))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@both_models
 def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
     """As with the library's checkpoint: the cache would keep what it is filled with. There is one warning."""
-    plain, model = made(name), applied(made(name))
+    plain, model = transformer(name), applied(transformer(name), None)
     kind = type(next(m for m in plain.modules() if isinstance(m, GradientCheckpointingLayer))).__name__
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
-            assert_same(step(model, use_cache=True), step(plain, use_cache=False))
+            assert_same(step(model, use_cache=True), step(plain))
         assert model(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == 0
     (message,) = [str(each.message) for each in caught if "without a cache" in str(each.message)]
     assert f"a {kind} that is a region runs without a cache" in message
@@ -111,7 +90,7 @@ def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
             )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@both_models
 @pytest.mark.parametrize("how", ["layers", "attention"])
 def test_a_cache_that_has_keys_is_filled_once_in_training(name: str, how: str) -> None:
     """As a prefix is: the numbers, and what the cache has afterwards, are those of the plain model."""
@@ -125,19 +104,19 @@ def test_a_cache_that_has_keys_is_filled_once_in_training(name: str, how: str) -
         found.backward()
         return (found.detach(), [p.grad for p in model.parameters()], cache.get_seq_length()), saved
 
-    attention = next(type(m) for m in made(name).modules() if type(m).__name__.endswith("Attention"))
-    model = applied(made(name)) if how == "layers" else remat.nn.apply(made(name), attention)
-    (found, saved), (expected, plain) = of(model), of(made(name))
+    attention = next(type(m) for m in transformer(name).modules() if type(m).__name__.endswith("Attention"))
+    model = applied(transformer(name), None) if how == "layers" else remat.nn.apply(transformer(name), attention)
+    (found, saved), (expected, plain) = of(model), of(transformer(name))
     assert_same(found, expected)
     assert found[-1] == 4 + IDS.shape[1] and saved < plain
 
 
-@pytest.mark.parametrize("name", MODELS)
+@both_models
 def test_combination_with_the_librarys_checkpoint_is_an_error(name: str) -> None:
-    model = checkpointed(made(name))
+    model = own_transformer(transformer(name))
     classes = [type(module) for module in model.modules()]
     with pytest.raises(RematError, match=r"activation checkpointing is on .*gradient_checkpointing_disable\(\)"):
-        applied(model)
+        applied(model, None)
     layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
     with pytest.raises(RematError, match="activation checkpointing is on"):
         remat.remat(layer)
@@ -145,13 +124,13 @@ def test_combination_with_the_librarys_checkpoint_is_an_error(name: str) -> None
         remat.compat.checkpoint_wrapper(layer)
     assert [type(module) for module in model.modules()] == classes
     model.gradient_checkpointing_disable()
-    applied(model)
-    checkpointed(model)  # after `apply`
+    applied(model, None)
+    own_transformer(model)  # after `apply`
     with pytest.raises(RematError, match=r"activation checkpointing is on .*`remat.nn.undo\(model\)`"):
-        loss(model, use_cache=False)
+        loss(model)
     model.eval()  # in eval mode the library doesn't checkpoint, so this isn't an error
-    assert_same(loss(model, use_cache=False), loss(made(name).eval()))
-    assert_same(step(remat.nn.undo(model).train()), step(made(name), use_cache=False))
+    assert_same(loss(model), loss(transformer(name).eval()))
+    assert_same(step(remat.nn.undo(model).train()), step(transformer(name)))
 
 
 COPIES: dict[str, Callable[[Any], Any]] = {
@@ -162,28 +141,23 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("how", COPIES)
 def test_copies_run_their_own_forward(how: str) -> None:
-    model, plain = applied(made("llama")), made("llama")
+    model, plain = applied(transformer("Llama"), None), transformer("Llama")
     again = COPIES[how](model)
     with torch.no_grad():
         for p in (*model.parameters(), *plain.parameters()):
             p.mul_(1.5)
-    assert_same(step(again, use_cache=False), step(made("llama"), use_cache=False))
-    assert_same(step(model, use_cache=False), step(plain, use_cache=False))
-    assert held_bytes(lambda: loss(again, use_cache=False)) == held_bytes(lambda: loss(model, use_cache=False))
+    assert_same(step(again), step(transformer("Llama")))
+    assert_same(step(model), step(plain))
+    assert held_bytes(loss, again) == held_bytes(loss, model)
     assert list(again.state_dict()) == list(plain.state_dict())
     assert all(isinstance(a, type(b)) for a, b in zip(again.modules(), plain.modules(), strict=True))
 
 
 def test_a_layer_is_freed_without_garbage_collection() -> None:
-    model = applied(made("llama"))
+    model = applied(transformer("Llama"), None)
     with assert_freed_without_gc() as watch:
         watch(*model.model.layers, *model.model.layers.parameters())
         del model.model.layers
-
-
-def enabled(model: Any, policy: Any = None) -> Any:
-    assert enable(model, policy) is model
-    return model
 
 
 SWITCHES: dict[str, Callable[[Any], Any]] = {
@@ -199,14 +173,15 @@ SWITCHES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_enable(switch: str) -> None:
     """However its checkpointing is enabled afterwards, layers are regions with the policy."""
-    plain = made("llama")
+    plain = transformer("Llama")
     for policy in (None, policies.save_matmuls):
-        model = enabled(copy.deepcopy(plain), policy)
+        model = copy.deepcopy(plain)
+        assert enable(model, policy) is model
         SWITCHES[switch](model)
-        assert_same(step(model), step(plain, use_cache=False))
+        assert_same(step(model, use_cache=True), step(plain))
         found = costs(model)
         if policy is None:
-            assert all(ours <= its for ours, its in zip(found, costs_of(checkpointed), strict=True))
+            assert all(ours <= its for ours, its in zip(found, costs_of(own_transformer), strict=True))
         else:
             assert found[2] == costs_of(as_it_is)[2]
         again = copy.deepcopy(model)
@@ -217,12 +192,12 @@ def test_enable(switch: str) -> None:
 
 
 def test_enable_every_second_layer() -> None:
-    plain = made("llama")
-    model, its = enabled(copy.deepcopy(plain)), copy.deepcopy(plain)
+    plain = transformer("Llama")
+    model, its = enable(copy.deepcopy(plain)), copy.deepcopy(plain)
     for each in (model, its):
         each.activation_checkpointing_enable(every_n_layers=2)
     assert_same(step(model), step(plain))
-    assert costs_of(checkpointed)[0] < costs(model)[0] <= costs(its)[0] < costs_of(as_it_is)[0]
+    assert costs_of(own_transformer)[0] < costs(model)[0] <= costs(its)[0] < costs_of(as_it_is)[0]
 
 
 def test_enable_with_a_context_fn() -> None:
@@ -230,12 +205,12 @@ def test_enable_with_a_context_fn() -> None:
     products = [torch.ops.aten.mm.default, torch.ops.aten.bmm.default]
     contexts = partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, products)
     for policy in (None, policies.everything_saveable):
-        model = enabled(made("llama"), policy)
+        model = enable(transformer("Llama"), policy)
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"context_fn": contexts})
-        assert_same(step(model), step(made("llama"), use_cache=False))
+        assert_same(step(model), step(transformer("Llama")))
         held, _, count = costs(model)
         assert count == costs_of(as_it_is)[2]
-        assert costs_of(checkpointed)[0] < held < costs_of(as_it_is)[0]
+        assert costs_of(own_transformer)[0] < held < costs_of(as_it_is)[0]
 
 
 def test_enable_before_peft() -> None:
@@ -247,10 +222,10 @@ def test_enable_before_peft() -> None:
         torch.manual_seed(2)
         return peft.get_peft_model(model, config)
 
-    plain, its = with_adapters(made("llama")), with_adapters(checkpointed(made("llama")))
+    plain, its = with_adapters(transformer("Llama")), with_adapters(own_transformer(transformer("Llama")))
     for policy in (None, policies.save_matmuls):
-        model = with_adapters(enabled(made("llama"), policy))
-        assert_same(step(model), step(plain, use_cache=False))
+        model = with_adapters(enable(transformer("Llama"), policy))
+        assert_same(step(model), step(plain))
         found = costs(model)
         if policy is None:
             assert all(ours <= theirs for ours, theirs in zip(found, costs(its), strict=True))
@@ -260,12 +235,12 @@ def test_enable_before_peft() -> None:
 
 def test_install_before_and_after_the_switch() -> None:
     """The library makes a partial of torch's function when its checkpointing is enabled."""
-    before = checkpointed(made("llama"))
+    before = own_transformer(transformer("Llama"))
     with remat.compat.install(policies.save_matmuls):
-        after = checkpointed(made("llama"))
+        after = own_transformer(transformer("Llama"))
         figures = costs(before), costs(after)
         assert_same(step(after), step(before))
-    assert figures[0][2] == costs_of(checkpointed)[2]
+    assert figures[0][2] == costs_of(own_transformer)[2]
     assert figures[1][2] == costs_of(as_it_is)[2]
 
 
@@ -288,8 +263,8 @@ def test_a_part_with_a_policy_of_its_own() -> None:
     def products(*parts: tuple[str, Any]) -> int:
         model = copy.deepcopy(plain)
         for name, policy in parts:
-            enabled(model.get_submodule(name), policy)
-        checkpointed(model)
+            enable(model.get_submodule(name), policy)
+        own_transformer(model)
         assert_same(step(model), step(plain))
         return watched(step, model)[2]
 
@@ -301,8 +276,8 @@ def test_a_part_with_a_policy_of_its_own() -> None:
 
 
 def test_other_models_are_not_changed() -> None:
-    enabled(made("llama"))
-    other = checkpointed(made("llama"))
+    enable(transformer("Llama"))
+    other = own_transformer(transformer("Llama"))
     functions = {layer._gradient_checkpointing_func.func for layer in other.model.layers}
     assert functions == {torch.utils.checkpoint.checkpoint}
 
@@ -310,7 +285,7 @@ def test_other_models_are_not_changed() -> None:
 def test_errors_of_enable() -> None:
     with pytest.raises(TypeError, match=r"takes a transformers\.PreTrainedModel.*got Linear"):
         enable(nn.Linear(2, 2))
-    model = made("llama")
+    model = transformer("Llama")
     with pytest.raises(PolicyError, match="dots"):
         enable(model, "dots")
     model.supports_gradient_checkpointing = False
@@ -319,47 +294,10 @@ def test_errors_of_enable() -> None:
     assert not model.is_gradient_checkpointing
 
 
-class Batches(torch.utils.data.Dataset):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, i: int) -> dict[str, Tensor]:
-        return {"input_ids": (IDS[i % 2] + i) % 64, "labels": (IDS[i % 2] + i) % 64}
-
-
-def trained(model: Any, checkpointing: bool, output: str) -> tuple[list[Tensor], int, int]:
-    """The parameters after three steps of a Trainer, the peak and the products."""
-    model.config.use_cache = False
-    arguments = transformers.TrainingArguments(
-        output_dir=output, max_steps=3, per_device_train_batch_size=2, report_to=[], save_strategy="no", seed=3,
-        use_cpu=True, disable_tqdm=True, gradient_checkpointing=checkpointing,
-    )  # fmt: skip
-    trainer = transformers.Trainer(model, arguments, train_dataset=Batches())
-    _, peak, products = watched(trainer.train)
-    return list(model.parameters()), peak, products
-
-
-@pytest.mark.parametrize(("name", "own_switch"), [("llama", [True, False]), ("gpt2", [True])])
-def test_trainer(name: str, own_switch: list[bool], tmp_path: Any) -> None:
-    """Regions stay, whether or not the Trainer enables the library's checkpointing."""
-    expected, plain_peak, plain_products = trained(made(name), False, str(tmp_path))
-    its, its_peak, its_products = trained(made(name), True, str(tmp_path))
-    assert_same(its, expected)
-    for switch in own_switch:
-        for policy in (None, policies.save_matmuls):
-            actual, peak, products = trained(enabled(made(name), policy), switch, str(tmp_path))
-            assert_same(actual, expected)
-            assert peak < plain_peak
-            if policy is None:
-                assert peak <= its_peak and plain_products < products <= its_products
-            else:
-                assert products == plain_products
-
-
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="Dynamo of torch 2.11 fails at a guard of its own")
 def test_compile() -> None:
     """The model is one graph; its backward recomputes a layer as with the library's own checkpointing."""
-    plain = made("llama")
+    plain = transformer("Llama")
     plain.model.layers = plain.model.layers[:1]
 
     def compiled(model: Any) -> tuple[int, Any]:
@@ -372,19 +310,19 @@ def test_compile() -> None:
 
         torch._dynamo.reset()
         backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
-        result = step(torch.compile(model, backend=backend, fullgraph=True), use_cache=False)
+        result = step(torch.compile(model, backend=backend, fullgraph=True))
         return sum(products), result
 
     without, expected = compiled(plain)
-    its_own, _ = compiled(checkpointed(copy.deepcopy(plain)))
+    its_own, _ = compiled(own_transformer(copy.deepcopy(plain)))
     for policy in (None, policies.save_matmuls):
-        products, result = compiled(applied(copy.deepcopy(plain), policy=policy))
+        products, result = compiled(applied(copy.deepcopy(plain), policy))
         assert products == (its_own if policy is None else without)
         torch.testing.assert_close(result, expected)
     assert without < its_own
     for policy in (None, policies.save_matmuls):
         with remat.compat.install(policy):
-            products, result = compiled(checkpointed(copy.deepcopy(plain)))
+            products, result = compiled(own_transformer(copy.deepcopy(plain)))
         assert products == (its_own if policy is None else without)
         torch.testing.assert_close(result, expected)
 
@@ -404,4 +342,36 @@ def test_peak_with_dropout() -> None:
     own = transformer("GPT-2")
     contexts = partial(create_selective_checkpoint_contexts, [*MATMULS])
     own.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": contexts})
-    assert peak(enabled(transformer("GPT-2"), policies.save_matmuls)) <= peak(own)
+    assert peak(enable(transformer("GPT-2"), policies.save_matmuls)) <= peak(own)
+
+
+@pytest.mark.parametrize("collects", [False, True], ids=["logits", "all"])
+@pytest.mark.parametrize("loss", ["loss", "logits", "none"])
+@pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=["nothing", "matmuls"])
+def test_what_a_model_collects_in_lists_is_complete_and_freed(policy: Any, loss: str, collects: bool) -> None:
+    """It collects router logits, and attentions and hidden states if asked for, through a context variable."""
+    plain, torchs, ours = (
+        transformer("Mixtral", num_hidden_layers=3, router_aux_loss_coef=0.1, attn_implementation="eager")
+        for _ in range(3)
+    )
+    own_transformer(torchs), enable(ours, policy)
+
+    def run(model: Any) -> Any:
+        return model(IDS, labels=IDS, output_attentions=collects, output_hidden_states=collects)
+
+    def step(model: Any) -> Any:
+        out = run(model)
+        target = {"loss": out.loss, "logits": out.logits.sum(), "none": None}[loss]
+        parameters = list(model.parameters())
+        gradients = () if target is None else torch.autograd.grad(target, parameters, allow_unused=True)
+        counts = [len(out.router_logits), len(out.attentions or ()), len(out.hidden_states or ())]
+        return out.loss.detach(), [t.detach() for t in out.router_logits], gradients, counts
+
+    found = step(ours)
+    assert_same(found, step(plain))
+    assert found[3] == [3, 3 * collects, 4 * collects]
+    for model in ours, torchs:
+        leaked_bytes(step, model)  # objects made in the first step may stay alive
+        assert leaked_bytes(step, model) == 0
+    if policy is None:
+        assert held_bytes(run, ours) <= held_bytes(run, torchs) < held_bytes(run, plain)
