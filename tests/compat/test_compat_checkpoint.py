@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
 import remat.compat
-from benchmarks.measure import count_ops, held_bytes, leaked_bytes
+from benchmarks.measure import count_ops, held_bytes
 from remat import MutationError, PolicyError, RecomputeMismatchError, policies
 from remat.compat import checkpoint, checkpoint_sequential
 
@@ -53,6 +53,7 @@ def gradient(module: Any, fn: Callable, **options: Any) -> Tensor:
     return torch.autograd.grad(out.sum(), x)[0]
 
 
+@row("errors")
 def test_every_public_name_exists_and_what_runs_no_region_is_torchs() -> None:
     names = set(torch.utils.checkpoint.__all__) - {"CheckpointFunction"}
     others = {name for name in names if getattr(remat.compat, name) is not getattr(torch.utils.checkpoint, name)}
@@ -66,23 +67,7 @@ def test_every_public_name_exists_and_what_runs_no_region_is_torchs() -> None:
         assert all(ours[key].kind == theirs[key].kind for key in theirs)
         new = {"policy", "preserve_rng_state", "respect_saved_tensors_hooks"}  # newer versions have the others
         assert "policy" in set(ours) - set(theirs) <= new
-
-
-@row("errors")
-def test_errors_are_subclasses_of_torchs() -> None:
-    for error in (RecomputeMismatchError, MutationError, PolicyError):
-        assert issubclass(error, CheckpointError)
-
-
-@both
-def test_the_inputs_are_saved_and_the_rest_is_recomputed(module: Any) -> None:
-    x, runs = rand(64), Runs(deep)
-    call = functools.partial(module.checkpoint, runs, use_reentrant=False)
-    assert held_bytes(call, x) == x.nbytes  # the result
-    runs.count = 0
-    ops = count_ops(call(x).sum().backward)
-    assert (runs.count, ops["aten.sin"] - 1) == (2, 2)  # the derivative of the cosine is the other sine
-    assert leaked_bytes(lambda: torch.autograd.grad(call(x).sum(), x)) == 0
+    assert all(issubclass(error, CheckpointError) for error in (RecomputeMismatchError, MutationError, PolicyError))
 
 
 @both
@@ -290,22 +275,11 @@ COUNTERS = "numbers that the function counts up in objects, closures, globals, l
 CALLS = 0
 
 
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attribute, self.dict, self.other = 0, {"calls": 0}, Counter[str]()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.attribute += 1
-        self.dict["calls"] += 1
-        self.other["calls"] += 1
-        return x.sin().exp()
-
-
 @compared(COUNTERS, theirs=OTHER)
 def test_numbers_count_first_runs(call: Callable) -> Any:
     global CALLS
-    module, calls, variable, CALLS, other = Counts(), [0], 0, 0, SimpleNamespace(calls=0)
+    module, calls, variable, CALLS, held, others = nn.Tanh(), [0], 0, 0, SimpleNamespace(calls=0), Counter[str]()
+    module.calls, module.dict = 0, {"calls": 0}
 
     def fn(x: Tensor) -> Tensor:
         nonlocal variable
@@ -313,12 +287,15 @@ def test_numbers_count_first_runs(call: Callable) -> Any:
         CALLS += 1
         variable += 1
         calls[0] += 1
-        other.calls += 1
-        return module(x)
+        held.calls += 1
+        module.calls += 1
+        module.dict["calls"] += 1
+        others["calls"] += 1
+        return module(x.sin()).exp()
 
     found = values_and_grads(lambda x: call(fn, x), rand(3))
-    assert module.other["calls"] == (1 if call is TORCH.plain else 2)
-    return found, module.attribute, module.dict, calls, variable, CALLS, other.calls
+    assert others["calls"] == (1 if call is TORCH.plain else 2)
+    return found, module.calls, module.dict, calls, variable, CALLS, held.calls
 
 
 @row("a backward pass that needs only the inputs")
@@ -446,13 +423,9 @@ FAILS = Fails(RuntimeError)
 FORWARDS = FAILS if torch.__version__ < "2.12" else SAME
 TRANSFORMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [  # with torch's outcome
     (REVERSE, FAILS, lambda f: torch.func.grad(lambda x: f(x).sum())(H)),
-    (REVERSE, FAILS, lambda f: torch.func.vjp(f, H)[1](H)),
-    (REVERSE, FAILS, lambda f: torch.func.jacrev(f)(H)),
     (REVERSE, FAILS, lambda f: torch.func.hessian(lambda x: f(x).sum())(H)),
     (BATCHED, FORWARDS, lambda f: torch.func.vmap(f)(H)),
     (BATCHED, FAILS, lambda f: torch.autograd.grad(torch.func.vmap(f)(x := rand(3)).sum(), x)),
-    (FORWARD, FORWARDS, lambda f: torch.func.jvp(f, (H,), (H.cos(),))),
-    (FORWARD, FORWARDS, lambda f: torch.func.jacfwd(f)(H)),
     (FORWARD, FORWARDS, lambda f: torch.func.linearize(f, H)[1](H.cos())),
 ]
 row(REVERSE, BATCHED, FORWARD)

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from cases import assert_same, rand
-from comparison import NEWER, OTHER, TORCH, Fails
+from comparison import NEWER, OTHER, TORCH, Fails, Outcome, libraries
 from side_by_side import both, is_torch, values_and_grads
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -154,21 +154,14 @@ def test_selective_regions_have_every_derivative(call: Callable, derivative: str
     return DERIVATIVES[derivative](lambda x: call(deep, x, w, context_fn=selective([MM])), x)
 
 
-def changes(call: Callable, allow: bool) -> Any:
-    """A product changes in place that the policy would save."""
+@libraries
+@pytest.mark.parametrize("allow, theirs", [(False, Fails(RuntimeError, "mutated")), (True, OTHER)])
+@row("selective: in-place changes in the region")
+def test_a_product_that_changes_in_the_region(library: str, allow: bool, theirs: Outcome) -> None:
     fn = lambda x, w: (x @ w).mul_(2).sin() @ w
     context_fn = selective([MM], allow_cache_entry_mutation=allow)
-    return values_and_grads(lambda x, w: call(fn, x, w, context_fn=context_fn), *arguments())
-
-
-@compared("selective: in-place changes in the region", theirs=Fails(RuntimeError, "mutated"))
-def test_a_product_that_changes_in_the_region(call: Callable) -> Any:
-    return changes(call, allow=False)
-
-
-@compared("selective: in-place changes in the region", theirs=OTHER)
-def test_a_product_that_may_change_in_the_region(call: Callable) -> Any:
-    return changes(call, allow=True)
+    program = lambda call: values_and_grads(lambda x, w: call(fn, x, w, context_fn=context_fn), *arguments())
+    TORCH.check(library, program, theirs)
 
 
 @both

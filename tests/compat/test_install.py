@@ -177,16 +177,6 @@ def test_the_chosen_submodules_become_regions(wrapper: Any) -> None:
     assert count_ops(step, ours)["aten.addmm"] <= count_ops(step, its)["aten.addmm"]
 
 
-def test_a_call_of_the_composable_checkpoint_is_one_of_the_wrapper() -> None:
-    plain, ours, its = model(), model(), model()
-    composable = pytest.importorskip("torch.distributed._composable").checkpoint
-    assert compat.checkpoint_wrapper(ours[0]) is ours[0] and composable(its[0]) is its[0]
-    assert_same(step(ours), step(its))
-    assert list(ours.state_dict()) == list(its.state_dict()) == list(plain.state_dict())
-    assert held_bytes(ours, X) <= held_bytes(its, X) < held_bytes(plain, X)
-    assert count_ops(step, ours)["aten.addmm"] <= count_ops(step, its)["aten.addmm"]
-
-
 def test_the_submodules_take_a_policy() -> None:
     plain, ours = model(), model()
     compat.apply_activation_checkpointing(ours, check_fn=is_block, policy=policies.save_matmuls)
