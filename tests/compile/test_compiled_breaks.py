@@ -83,60 +83,46 @@ class Block(nn.Module):
         return (h * self.count[0]) @ self.linear.weight
 
 
-def inside_a_model(block: Block, policy: Any) -> Callable:
-    return remat.nn.apply(nn.Sequential(nn.Tanh(), block, nn.Tanh()), Block, policy=policy)
+# A form of a region with this block, and the function to compile.
+FORMS: dict[str, Callable[[Block, Any], Callable]] = {
+    "inside a model": lambda block, policy: remat.nn.apply(
+        nn.Sequential(nn.Tanh(), block, nn.Tanh()), Block, policy=policy
+    ),
+    "module": lambda block, policy: remat.remat(block, policy=policy),
+    "function": lambda block, policy: remat.remat(lambda x: block(x), policy=policy),
+    "made while traced": lambda block, policy: lambda x: remat.remat(lambda x: block(x), policy=policy)(x),
+    "row": lambda block, policy: remat.sequential([torch.tanh, block], 1, policy=policy),
+    "as in torch": lambda block, policy: lambda x: compat.checkpoint(block, x, use_reentrant=False, policy=policy),
+    "nested": lambda block, policy: nested(remat.remat(block, policy=policy), policy),
+}
 
 
-def module(block: Block, policy: Any) -> Callable:
-    return remat.remat(block, policy=policy)
-
-
-def function(block: Block, policy: Any) -> Callable:
-    return remat.remat(lambda x: block(x), policy=policy)
-
-
-def made_while_traced(block: Block, policy: Any) -> Callable:
-    return lambda x: remat.remat(lambda x: block(x), policy=policy)(x)
-
-
-def row(block: Block, policy: Any) -> Callable:
-    return remat.sequential([torch.tanh, block], 1, policy=policy)
-
-
-def as_in_torch(block: Block, policy: Any) -> Callable:
-    return lambda x: compat.checkpoint(block, x, use_reentrant=False, policy=policy)
-
-
-def nested(block: Block, policy: Any) -> Callable:
-    region = remat.remat(block, policy=policy)
+def nested(region: Callable, policy: Any) -> Callable:
     return remat.remat(lambda x: region(x.cos()).tanh() * 2, policy=policy)
 
 
-FORMS = [inside_a_model, module, function, made_while_traced, row, as_in_torch, nested]
-
-
-def trained_as_without_regions(form: Callable) -> Block:
+def trained_as_without_regions(form: str) -> Block:
     """Compare the training of a block in this form, compiled, with that of its copy without regions."""
     block = Block()
     plain = deepcopy(block)
     with disable_remat():
-        expected = training(form(plain, None), plain)
+        expected = training(FORMS[form](plain, None), plain)
     RUNS.clear()
-    assert_same(training(compiled(form(block, None)), block), expected)
+    assert_same(training(compiled(FORMS[form](block, None)), block), expected)
     return block
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_state_changes_and_random_numbers_are_drawn_once_per_call(form: Callable) -> None:
+def test_state_changes_and_random_numbers_are_drawn_once_per_call(form: str) -> None:
     block = trained_as_without_regions(form)
     assert (block.count.item(), block.norm.num_batches_tracked.item(), block.calls) == (3, 3, 3)
-    once = [False, True, True] if form is nested else [False, True]
+    once = [False, True, True] if form == "nested" else [False, True]
     assert once * 3 == RUNS
     assert all(ref() is None for ref in INSIDE)
 
 
-@pytest.mark.parametrize(("form", "policy"), [(inside_a_model, NAMES), (function, MATMULS), (as_in_torch, None)])
-def test_the_backward_is_the_same_as_in_eager_mode(form: Callable, policy: Any) -> None:
+@pytest.mark.parametrize(("form", "policy"), [("inside a model", NAMES), ("function", MATMULS), ("as in torch", None)])
+def test_the_backward_is_the_same_as_in_eager_mode(form: str, policy: Any) -> None:
     block = Block()
     x = X.clone().requires_grad_()
 
@@ -144,15 +130,15 @@ def test_the_backward_is_the_same_as_in_eager_mode(form: Callable, policy: Any) 
         counted = count_ops(f(x).sum().backward)
         return [counted[f"aten.{op}"] for op in ("sin", "addmm", "native_batch_norm", "exp", "mul", "mm")]
 
-    eager = counts(form(deepcopy(block), policy))
-    f = compiled(form(block, policy))
+    eager = counts(FORMS[form](deepcopy(block), policy))
+    f = compiled(FORMS[form](block, policy))
     for _ in range(2):
         assert counts(f) == eager
     assert eager[0] == (policy is not NAMES)
 
 
-@pytest.mark.parametrize("form", [inside_a_model, function])
-def test_a_region_is_not_cut_where_dynamo_may_break_inlined_functions(form: Callable) -> None:
+@pytest.mark.parametrize("form", ["inside a model", "function"])
+def test_a_region_is_not_cut_where_dynamo_may_break_inlined_functions(form: str) -> None:
     with torch._dynamo.config.patch(nested_graph_breaks=True):
         trained_as_without_regions(form)
     assert RUNS == [False, True] * 3
@@ -160,7 +146,7 @@ def test_a_region_is_not_cut_where_dynamo_may_break_inlined_functions(form: Call
 
 def test_disable_remat_is_active_after_a_break() -> None:
     block = Block()
-    f = compiled(inside_a_model(block, None))
+    f = compiled(FORMS["inside a model"](block, None))
     with disable_remat():
         training(f, block)
     assert RUNS == [False] * 3

@@ -166,9 +166,6 @@ def test_policies_of_regions_created_in_compiled_code(policy: Any) -> None:
     expected = 2 if policy is None else 0
     assert recomputed(lambda x: remat.remat(smooth, policy=policy)(x)) == expected
     assert recomputed(lambda x: compat.checkpoint(smooth, x, policy=policy)) == expected
-
-
-def test_a_context_fn_in_compiled_code() -> None:
     assert recomputed(lambda x: compat.checkpoint(smooth, x, context_fn=CONTEXTS)) == 0
 
 

@@ -184,27 +184,19 @@ def test_values_are_right_and_the_peak_is_lower_unless_regions_are_inlined(name:
 
 
 @pytest.mark.parametrize(
-    ("name", "policy"),
+    ("backend", "name", "policy"),
     [
-        ("grad of grad", MATMULS),
-        ("vmap of grad", NAMES),
-        ("jacrev", MATMULS),
-        ("functional_call", MATMULS),
-        ("in place", NAMES),
-        ("own backward", MATMULS),
+        *(("eager", name, None) for name in ("grad", "vmap of grad", "functional_call", "gradient inside")),
+        *(("aot_eager", name, MATMULS) for name in ("grad of grad", "jacrev", "functional_call", "own backward")),
+        *(("aot_eager", name, NAMES) for name in ("vmap of grad", "in place")),
     ],
     ids=str,
 )
-def test_values_under_a_policy(name: str, policy: Any) -> None:
+def test_values_under_a_policy_and_with_the_eager_backend(backend: str, name: str, policy: Any) -> None:
+    """With the eager backend regions run as in eager code."""
     make, args, _ = CASES[name]
     f = make(remat(policy=policy))
-    torch.testing.assert_close(torch.compile(f, backend="aot_eager")(*args), make(plain)(*args))
-
-
-@pytest.mark.parametrize("name", ["grad", "vmap of grad", "functional_call", "gradient inside"])
-def test_values_with_the_eager_backend_where_regions_run_as_in_eager_code(name: str) -> None:
-    make, args, _ = CASES[name]
-    torch.testing.assert_close(torch.compile(make(remat), backend="eager")(*args), make(plain)(*args))
+    torch.testing.assert_close(torch.compile(f, backend=backend)(*args), make(plain)(*args))
 
 
 @pytest.mark.timeout(600)
