@@ -97,28 +97,24 @@ def test_nothing_waits_for_copies_of_unchanged_values(monkeypatch: pytest.Monkey
     assert waits == []
 
 
-def told_late(x: Tensor, side: torch.Stream) -> Tensor:
+def beside(fn: Callable, given: Tensor, side: torch.Stream) -> Tensor:
+    """`fn(given)` on the side stream. The allocator is told later which streams use the tensors."""
     main = backend.current_stream()
-    y = x.sin()
     side.wait_stream(main)
     with backend.stream(side):
-        z = (y @ y).exp()
-    y.record_stream(side)
+        result = fn(given)
+    given.record_stream(side)
     main.wait_stream(side)
-    z.record_stream(main)
-    return z
+    result.record_stream(main)
+    return result
+
+
+def told_late(x: Tensor, side: torch.Stream) -> Tensor:
+    return beside(lambda y: (y @ y).exp(), x.sin(), side)
 
 
 def reads_what_is_not_saved(x: Tensor, side: torch.Stream) -> Tensor:
-    main = backend.current_stream()
-    y = x * 2
-    side.wait_stream(main)
-    with backend.stream(side):
-        z = (y + 1).exp()
-    y.record_stream(side)
-    main.wait_stream(side)
-    z.record_stream(main)
-    return z * 3
+    return beside(lambda y: (y + 1).exp(), x * 2, side) * 3
 
 
 def two_branches(x: Tensor, side: torch.Stream) -> Tensor:
@@ -185,14 +181,7 @@ def test_a_side_stream_in_a_nested_region(policy: policies.Policy | None) -> Non
     side = backend.Stream()
 
     def inner(y: Tensor) -> Tensor:
-        main = backend.current_stream()
-        side.wait_stream(main)
-        with backend.stream(side):
-            y.record_stream(side)
-            z = y.sin()
-        main.wait_stream(side)
-        z.record_stream(main)
-        return z
+        return beside(torch.sin, y, side)
 
     def outer(inner: Callable, x: Tensor) -> Tensor:
         return inner(x.sin()) + x
