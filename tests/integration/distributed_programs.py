@@ -135,21 +135,12 @@ def by_torch(**options: Any) -> Callable[[nn.Module], None]:
     return lambda model: torchs.apply_activation_checkpointing(model, wrap, is_block)
 
 
-def drop_in(model: nn.Module) -> None:
-    compat.apply_activation_checkpointing(model, check_fn=is_block)
-
-
 def by_regions(policy: Any = None) -> Callable[[nn.Module], Any]:
     return lambda model: remat.nn.apply(model, Block, policy=policy)
 
 
 def torch_call(block: Callable, x: Tensor, **options: Any) -> Tensor:
     return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, **options)
-
-
-def installed_call(block: Callable, x: Tensor) -> Tensor:
-    with compat.install():
-        return torch_call(block, x)
 
 
 save_products = policies.save_ops(*PRODUCTS)
@@ -160,7 +151,6 @@ WAYS = {
     "torch, collectives": Way(by_torch(context_fn=selective(COLLECTIVES))),
     "torch, called": Way(call=torch_call),
     "torch, called, products": Way(call=functools.partial(torch_call, context_fn=selective(PRODUCTS))),
-    "drop-in": Way(drop_in),
     "apply": Way(by_regions()),
     "apply, products": Way(by_regions(save_products)),
     "apply, collectives": Way(by_regions(policies.save_collectives)),
@@ -168,7 +158,6 @@ WAYS = {
     "apply last": Way(by_regions(), place=2),
     "called": Way(call=compat.checkpoint),
     "called, products": Way(call=functools.partial(compat.checkpoint, policy=save_products)),
-    "installed": Way(call=installed_call),
 }
 USUAL = "plain", "torch", "torch, products", "apply", "apply, products"
 CALLED = "torch, called", "torch, called, products", "called", "called, products"
@@ -412,7 +401,7 @@ PROGRAMS = {
     "DDP, static graph": Program(after=ddp(static_graph=True)),
     "DDP, unused parameters": Program(after=ddp(find_unused_parameters=True), kind={"unused": True}),
     "DDP, no_sync": Program(after=ddp(), train=functools.partial(train, micro=2)),
-    "FSDP2": Program(after=shard(), ways=(*USUAL, *CALLED, "installed", "drop-in", "apply last")),
+    "FSDP2": Program(after=shard(), ways=(*USUAL, *CALLED, "apply last")),
     "FSDP2, not resharded": Program(after=shard(reshard_after_forward=False), ways=(*USUAL, *CALLED)),
     "FSDP2, bfloat16": Program(after=shard(mp_policy=half)),
     "FSDP2, layers": Program(after=shard(*layers, blocks=False), ways=WITHOUT_SELECTIVE, products_of="FSDP2"),
@@ -421,7 +410,7 @@ PROGRAMS = {
         ways=WITHOUT_SELECTIVE,
         products_of="FSDP2, bfloat16",
     ),
-    "FSDP1": Program(after=shard1(Block), ways=(*USUAL, *CALLED, "drop-in", "apply last")),
+    "FSDP1": Program(after=shard1(Block), ways=(*USUAL, *CALLED, "apply last")),
     "FSDP1, original parameters, bfloat16": Program(after=shard1(Block, use_orig_params=True, mixed_precision=half1)),
     "FSDP1, layers": Program(after=shard1(*layers), ways=WITHOUT_SELECTIVE, products_of="FSDP1"),
     "FSDP1, layers of two precisions": Program(
@@ -448,10 +437,8 @@ SAVED = {
 
 @dataclass
 class Saved:
-    """Names in a model's checkpoint, and all tensors of the model that was saved and of the model that loaded it."""
+    """All tensors of the model that was saved and of the model that loaded it."""
 
-    keys: list[str]
-    optimizer_keys: list[str]
     saved: dict[str, Tensor]
     loaded: dict[str, Tensor]
 
@@ -471,7 +458,7 @@ def save_and_load(program: Program, way: str, folder: str) -> Saved:
         models[1], optimizers[1], model_state_dict=states[1]["model"], optim_state_dict=states[1]["optimizer"]
     )
     saved, loaded = (tensors_of(*each) for each in zip(models, optimizers))
-    return Saved(list(get_model_state_dict(models[0])), list(states[0]["optimizer"]["state"]), saved, loaded)
+    return Saved(saved, loaded)
 
 
 def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat.nn
 from benchmarks.libraries import applied, own_transformer, transformer, watched
-from benchmarks.measure import assert_freed_without_gc, held_bytes, leaked_bytes
+from benchmarks.measure import held_bytes, leaked_bytes
 from benchmarks.wrappers import MATMULS
 from remat import PolicyError, RematError, policies
 from remat.integrations.transformers import enable
@@ -131,33 +130,6 @@ def test_combination_with_the_librarys_checkpoint_is_an_error(name: str) -> None
     model.eval()  # in eval mode the library doesn't checkpoint, so this isn't an error
     assert_same(loss(model), loss(transformer(name).eval()))
     assert_same(step(remat.nn.undo(model).train()), step(transformer(name)))
-
-
-COPIES: dict[str, Callable[[Any], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-}
-
-
-@pytest.mark.parametrize("how", COPIES)
-def test_copies_run_their_own_forward(how: str) -> None:
-    model, plain = applied(transformer("Llama"), None), transformer("Llama")
-    again = COPIES[how](model)
-    with torch.no_grad():
-        for p in (*model.parameters(), *plain.parameters()):
-            p.mul_(1.5)
-    assert_same(step(again), step(transformer("Llama")))
-    assert_same(step(model), step(plain))
-    assert held_bytes(loss, again) == held_bytes(loss, model)
-    assert list(again.state_dict()) == list(plain.state_dict())
-    assert all(isinstance(a, type(b)) for a, b in zip(again.modules(), plain.modules(), strict=True))
-
-
-def test_a_layer_is_freed_without_garbage_collection() -> None:
-    model = applied(transformer("Llama"), None)
-    with assert_freed_without_gc() as watch:
-        watch(*model.model.layers, *model.model.layers.parameters())
-        del model.model.layers
 
 
 SWITCHES: dict[str, Callable[[Any], Any]] = {
