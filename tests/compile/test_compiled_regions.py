@@ -58,17 +58,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def models(policy: Any = None) -> tuple[nn.Module, nn.Module]:
-    plain = nn.Sequential(*(Block() for _ in range(3)))
-    return remat.nn.apply(deepcopy(plain), Block, policy=policy), plain
-
-
 def step(f: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(f(x).square().sum(), list(model.parameters())))
 
 
 def test_a_model_is_compiled_once_for_all_sizes_and_recomputes_as_in_eager_code() -> None:
-    ours, plain = models()
+    plain = nn.Sequential(*(Block() for _ in range(3)))
+    ours = remat.nn.apply(deepcopy(plain), Block)
     counter = CompileCounterWithBackend("aot_eager")
     f = torch.compile(ours, backend=counter, fullgraph=True)
 
@@ -83,19 +79,6 @@ def test_a_model_is_compiled_once_for_all_sizes_and_recomputes_as_in_eager_code(
     assert counter.frame_count == 1
     products = [count(graphs_of(m, lambda f, m=m: step(f, m, marked(16)))[0].backward) for m in (ours, plain)]
     assert products[0] == products[1] + 3
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    "policy", [None, policies.save_matmuls, policies.save_only_these_names("h"), ~policies.save_matmuls], ids=str
-)
-def test_a_model_compiled_by_inductor_has_the_same_gradients(policy: Any) -> None:
-    ours, plain = models(policy)
-    f = torch.compile(ours, fullgraph=True)
-    for _ in range(2):
-        x = torch.randn(16, 8)
-        torch.testing.assert_close(step(f, ours, x), step(plain, plain, x), rtol=1e-4, atol=1e-4)
 
 
 def test_dropout_has_the_same_mask_in_the_recompute() -> None:

@@ -1,9 +1,8 @@
-"""Tracers inline regions: `make_fx`, `functionalize`, `torch.jit.trace`, `torch.export` and AOTInductor."""
+"""Tracers inline regions: `make_fx`, `functionalize`, `torch.jit.trace` and `torch.export`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -114,15 +113,3 @@ def test_an_exported_program_contains_no_regions(strict: bool) -> None:
     assert set(program.state_dict) == set(unchanged.state_dict())
     kinds = {str(n.target) for n in program.graph.nodes if n.op == "call_function"}
     assert kinds and all(kind.startswith("aten.") for kind in kinds), kinds
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_aot_inductor(tmp_path: Path) -> None:
-    ours, unchanged = models()
-    with torch.no_grad():
-        rows = {0: torch.export.Dim("rows", min=2)}
-        program = torch.export.export(ours, arguments()[:1], dynamic_shapes=(rows,))
-        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-        x = torch.randn(7, 6)
-        close(torch._inductor.aoti_load_package(path)(x), unchanged(x))
