@@ -103,9 +103,14 @@ def test_the_current_device_is_restored_after_an_error() -> None:
 
 
 class Pauses:
-    """Makes the recomputes of two devices overlap: the one of device 1 is always half a step ahead."""
+    """While it is entered, the recomputes of two devices overlap: the one of device 1 is always half a step ahead."""
 
-    def __init__(self) -> None:
+    on = False
+
+    def __enter__(self) -> None:
+        self.on = True
+
+    def __exit__(self, *exception: Any) -> None:
         self.on = False
 
     def __call__(self, x: Tensor) -> None:
@@ -156,11 +161,8 @@ def test_recomputes_in_two_threads(fn: Callable, policy: Any) -> None:
         xs = [torch.arange(1.0, 4, device=f"{DEVICE}:{i}", requires_grad=True) for i in range(2)]
         loss = sum(wrap(fn)(x).sum().cpu() for x in xs)
         before = random.getstate(), torch.get_rng_state().tolist()
-        pauses.on = True
-        try:
+        with pauses:
             grads = torch.autograd.grad(loss, [*xs, p], allow_unused=True)
-        finally:
-            pauses.on = False
         assert (random.getstate(), torch.get_rng_state().tolist()) == before
         assert captured["held"] is held and holder.held is held and held.grad_fn is not None
         results.append(grads)
@@ -182,11 +184,8 @@ def test_a_backward_over_both_devices_in_a_recompute() -> None:
     xs = [torch.arange(1.0, 4, device=f"{DEVICE}:{i}", requires_grad=True) for i in range(2)]
     expected = torch.autograd.grad(sum(fn(x).sum().cpu() for x in xs), xs)
     loss = sum(remat(fn)(x).sum().cpu() for x in xs)
-    pauses.on = True
-    try:
+    with pauses:
         assert_same(torch.autograd.grad(loss, xs), expected)
-    finally:
-        pauses.on = False
 
 
 class Notes(torch.autograd.Function):
