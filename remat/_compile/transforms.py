@@ -244,7 +244,6 @@ class TracedRegion:
     def __init__(self, graph: GraphModule, policy: Policy, kinds: tuple, args: tuple) -> None:
         self.graph, self.policy, self.kinds = graph, policy, kinds
         self.given, self.operands = take_apart(args, {})
-        self.known = Known()
         self.values: dict[Hashable, tuple[Any, list]] = {}  # saved by the first run
         self.changed: dict[int, Any] = {}  # the old values of operands that the first run has changed
         self.outputs = Outputs(Options(determinism_check="none"))
