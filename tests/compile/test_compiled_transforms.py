@@ -109,6 +109,18 @@ def of_changed_arguments(wrap: Callable) -> Callable:
     return grad(lambda x: f(x.clone()).sum())
 
 
+def of_a_changed_buffer(wrap: Callable) -> Callable:
+    """A recompute reads the value before the change."""
+
+    def inner(x: Tensor, buffer: Tensor) -> Tensor:
+        y = (x * (buffer + 1)).sin().exp()
+        buffer.mul_(2)
+        return y
+
+    f = wrap(inner)
+    return grad(lambda x: f(x, torch.full_like(x, 3.0)).sum())
+
+
 class Sine(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor) -> Tensor:
@@ -154,6 +166,7 @@ CASES: dict[str, tuple[Callable, list, float | None]] = {
     "captured": (of_captured, [X, W1, torch.randn(32, 8).double()], 1.2),
     "functional_call": (of_a_module, [PARAMETERS, BUFFERS, X], 2),
     "in place": (of_changes_in_place, [X], 2),
+    "changed buffer": (of_a_changed_buffer, [X], 2),
     "own backward": (of_an_own_backward, [X], 2),
     "jacfwd": (lambda wrap: jacfwd(lambda x: chain(wrap, 2)(x, W1, W2).sum(0)), [SHORT], None),
     "hessian": (lambda wrap: hessian(lambda x: loss(wrap, 1)(x, W1, W2)), [SHORT], None),
