@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import os
 import sys
 from collections.abc import Callable, Iterable
 from dis import get_instructions
@@ -57,6 +58,7 @@ class Root(Path):
 
 _SHOWN = {type(None), bool, int, float, str, bytes}
 # With pytest, as it rewrites the assertions of test modules into calls of its own.
+_STDLIB = os.path.dirname(os.__file__)
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
 
 
@@ -81,7 +83,16 @@ class ByClass(dict[Any, T]):
 
 
 def is_library(module: Any) -> bool:
-    return str(module).partition(".")[0] in _LIBRARIES
+    """Whether a module belongs to one of these libraries."""
+    package = str(module).partition(".")[0]
+    return package in _LIBRARIES and not _is_shadowed(package)
+
+
+@functools.cache
+def _is_shadowed(package: str) -> bool:
+    """Whether a user's package has the name of one of Python's own, such as ``code``."""
+    file = getattr(sys.modules.get(package), "__file__", None)
+    return package in sys.stdlib_module_names and file is not None and not file.startswith(_STDLIB)
 
 
 def names_of(fn: FunctionType) -> tuple[str, ...] | None:

@@ -5,10 +5,13 @@ The last tests are of tensors that a region appends to a list or dict, as librar
 
 from __future__ import annotations
 
+import importlib
+import sys
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from operator import is_
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -485,3 +488,14 @@ def test_a_log_of_the_runs_is_not_reset() -> None:
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad((x * 2 * 2).sin().exp().sum(), x))
     assert len(notes) == 3 and counts == {"run 0": True}
     assert module.log == [1, 1] and seen == {"b": 2} and module.seen == {}
+
+
+def test_a_user_module_may_have_the_name_of_one_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "this.py").write_text("factor = 2.0\ndef f(x): return (x * factor).sin().exp()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    module = importlib.import_module("this")
+    found = by_autograd(remat(module.f), X, lambda: setattr(module, "factor", 5.0))
+    module.factor = 2.0
+    assert_same(found, by_autograd(module.f, X))
+    del sys.modules["this"]
