@@ -57,8 +57,8 @@ class Root(Path):
 
 
 _SHOWN = {type(None), bool, int, float, str, bytes}
-# With pytest, as it rewrites the assertions of test modules into calls of its own.
 _STDLIB = os.path.dirname(os.__file__)
+# With pytest, as it rewrites the assertions of test modules into calls of its own.
 _LIBRARIES = sys.stdlib_module_names | {"_pytest", "functorch", "numpy", "optree", "pluggy", "pytest", "remat", "torch"}
 
 
