@@ -47,6 +47,10 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
+    # Other modes apply even if no operand is batched.
+    if randomness == "same" and not region.root.graded and all(dim is None for dim in dims):
+        with interpreter.lower():
+            return apply(region, operands, call, wanted)
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
         batched, values = batched_pullback(region, values, dims, size, randomness, call.batched.get(region.inner))

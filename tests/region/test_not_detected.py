@@ -122,7 +122,7 @@ ROWS: dict[str, list[Program]] = {
         later(lambda x: DECIDED(x * 1), item(GLOBALS, "NUMBER")),
     ],
     "settings of one backend's precision, such as `torch.backends.cuda.matmul.fp32_precision`": [
-        later(lambda x: of(x, 2 if PRECISION.fp32_precision == "none" else 3),
+        later(lambda x: of(x, 3 if PRECISION.fp32_precision == "tf32" else 2),
               partial(written, lambda value: setattr(PRECISION, "fp32_precision", "none" if value == 2 else "tf32"))),
     ],
 }  # fmt: skip
