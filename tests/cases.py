@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from remat._core import trees
 
@@ -135,6 +136,19 @@ def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], T
         return x
 
     return call
+
+
+def plain_scan(
+    step: Callable, carry: Any, xs: Any = None, length: int | None = None, reverse: bool = False
+) -> tuple[Any, Any]:
+    """The loop that ``remat.scan`` replaces."""
+    count = len(tree_leaves(xs)[0]) if length is None else length
+    order = slice(None, None, -1 if reverse else 1)
+    ys = []
+    for i in range(count)[order]:
+        carry, y = step(carry, None if xs is None else tree_map(lambda t, i=i: t[i], xs))
+        ys.append(y)
+    return carry, None if ys[0] is None else tree_map(lambda *each: torch.stack(each), *ys[order])
 
 
 @contextmanager

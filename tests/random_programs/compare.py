@@ -22,7 +22,7 @@ from benchmarks.measure import OpCounter, held_bytes
 from remat import RematError
 
 from . import toolbox
-from .toolbox import FIRED, Counter, Noise, packing, pair, remat, tensor, without_regions
+from .toolbox import FIRED, Apply, Counter, Noise, packing, pair, remat, tensor, without_regions
 
 Fn = Callable[..., Any]
 PRODUCTS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten.convolution")
@@ -51,11 +51,6 @@ def gradients(out: Tensor, leaves: Sequence[Tensor], **options: Any) -> list[Ten
     return [torch.zeros_like(t) if g is None else g for t, g in zip(leaves, grads)]
 
 
-def without_grad(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
-    with torch.no_grad():
-        return [fn(x, y)], []
-
-
 def constant(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
     """Nothing requires grad."""
     for leaf in leaves:
@@ -71,28 +66,17 @@ def backward(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
 
 
 def repeated(losses: Fn, fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
-    """Several backward passes of one graph."""
+    """Several backward passes of one graph, each for some leaves."""
     out = fn(x, y)
-    return [out], [gradients(loss, leaves, retain_graph=True) for loss in losses(out)]
+    return [out], [gradients(loss, some, retain_graph=True) for loss, some in losses(out, leaves)]
 
 
-def some_leaves(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
-    out = fn(x, y)
-    return [out], [gradients(out[0].sum(), leaves[-1:], retain_graph=True), gradients(total(out), leaves[:1])]
-
-
-def two_calls(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
-    outs = [fn(x, y), fn(y, x)]
-    return outs, [gradients(total(out), leaves) for out in outs]
-
-
-def three_calls(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
-    outs: list = []
-    found = []
-    for a, b in ((x, y), (y, x), (x, x)):
-        outs.append(fn(a, b))
-        found.append(gradients(total(outs[-1]), leaves))
-    return outs, found
+def several_calls(fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
+    """The second call and the third one run between the backward passes of the first two."""
+    outs = [fn(x, y)]
+    found = [gradients(total(outs[0]), leaves)]
+    outs += [fn(y, x), fn(x, x)]
+    return outs, found + [gradients(total(out), leaves) for out in outs[1:]]
 
 
 def higher(orders: int, fn: Fn, x: Tensor, y: Tensor, leaves: list[Tensor]) -> tuple:
@@ -137,14 +121,13 @@ def trained(every: int, thread: bool, fn: Fn, x: Tensor, y: Tensor, leaves: list
 
 
 RUNS: dict[str, Fn] = {
-    "no_grad": without_grad,
+    "no_grad": lambda fn, x, y, leaves: ([torch.no_grad()(fn)(x, y)], []),
     "constant": constant,
     "backward": backward,
-    "twice": lambda *a: repeated(lambda out: (out.sin().sum(), total(out)), *a),
-    "in parts": lambda *a: repeated(lambda out: out.sum(1), *a),
-    "some leaves": some_leaves,
-    "two calls": two_calls,
-    "three calls": three_calls,
+    "twice": lambda *a: repeated(lambda out, leaves: ((out.sin().sum(), leaves), (total(out), leaves)), *a),
+    "in parts": lambda *a: repeated(lambda out, leaves: ((part, leaves) for part in out.sum(1)), *a),
+    "some leaves": lambda *a: repeated(lambda out, leaves: ((out[0].sum(), leaves[-1:]), (total(out), leaves[:1])), *a),
+    "several calls": several_calls,
     "trained": lambda *a: trained(1, False, *a),
     "accumulated": lambda *a: trained(3, False, *a),
     "in a thread": lambda *a: trained(1, True, *a),
@@ -157,8 +140,7 @@ RUNS: dict[str, Fn] = {
 EXACT = [*RUNS][: [*RUNS].index("double")]  # sums have the same order as without regions
 
 # Runs that differentiate a loss of the modules' parameters, a function of them and the two matrices.
-Params = dict[str, Tensor]
-OF_PARAMETERS: dict[str, Callable[[Fn, Fn, Params, Tensor, Tensor], Any]] = {
+OF_PARAMETERS: dict[str, Fn] = {
     "grad": lambda call, loss, p, x, y: grad(loss)(p, x, y),
     "vmap grad": lambda call, loss, p, x, y: vmap(grad(loss), (None, 0, None), randomness="same")(p, pair(x), y),
     "hvp": lambda call, loss, p, x, y: jvp(lambda p: grad(loss)(p, x, y), (p,), (tree_map(torch.cos, p),))[1],
@@ -175,24 +157,13 @@ OF_PARAMETERS: dict[str, Callable[[Fn, Fn, Params, Tensor, Tensor], Any]] = {
 }
 
 
-class Whole(nn.Module):
-    """A function and all modules that it calls."""
-
-    def __init__(self, fn: Fn, modules: list[nn.Module]) -> None:
-        super().__init__()
-        self.fn, self.kids = fn, nn.ModuleList(modules)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.fn(x, y)
-
-
 def of_parameters(run: str, around: dict | None, fn: Fn, x: Tensor, y: Tensor, modules: list[nn.Module]) -> tuple:
-    whole = Whole(fn, modules)
+    whole = Apply(lambda pair, *kids: fn(*pair), *modules)
     params = {name: p.detach() for name, p in whole.named_parameters() if p.requires_grad}
     rest = {name: p for name, p in (*whole.named_parameters(), *whole.named_buffers()) if name not in params}
 
-    def call(p: Params, x: Tensor, y: Tensor) -> Tensor:
-        return functional_call(whole, {**rest, **p}, (x, y))
+    def call(p: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return functional_call(whole, {**rest, **p}, ((x, y),))
 
     region = call if around is None else remat(call, **around)
     found = OF_PARAMETERS[run](region, lambda p, x, y: total(region(p, x, y)), params, x.detach(), y.detach())
@@ -279,7 +250,7 @@ def compare(make: Fn, run: str, exact: bool = False, around: dict | None = None)
         if what != "hooks that ran" or exact:
             assert len(found[what]) == len(values), f"{len(found[what])} {what} instead of {len(values)}"
             for i, (a, b) in enumerate(zip(found[what], values)):
-                assert same(a, b, exact, largest), f"{what}: at {i} {shown(a)} instead of {shown(b)}"
+                assert same(a, b, exact, largest), f"{what}: at {i} {a} instead of {b}"
 
 
 def only_plain(make: Fn, run: str, around: dict | None = None, **options: Any) -> None:
@@ -295,10 +266,6 @@ def same(a: Any, b: Any, exact: bool, largest: float) -> bool:
         return False
     # Sums may have another order; some derivatives are differences of large numbers.
     return same_bits(a, b) if exact else torch.allclose(a, b, rtol=1e-6, atol=1e-9 * (1 + largest))
-
-
-def shown(value: Any) -> str:
-    return " ".join(str(value).split())
 
 
 @contextmanager

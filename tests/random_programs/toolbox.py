@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.autograd.forward_ad as fwAD
 import torch.nn.functional as F
-from cases import OldSquare, SineAndCosine, rand, total
+from cases import OldSquare, SineAndCosine, plain_scan, rand, total
 from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
@@ -52,14 +52,14 @@ def remat(fn: Any = None, **options: Any) -> Any:
 
 def apply(module: nn.Module, *numbers: int, **options: Any) -> None:
     """Make some of the modules in a module regions."""
-    names = [name for name, each in module.named_modules() if "parametrizations" not in name and takes_one(each)]
+    names = [
+        name
+        for name, each in module.named_modules()
+        if "parametrizations" not in name and not isinstance(each, nn.ModuleList)  # which aren't called
+    ]
     chosen = {names[n % len(names)] for n in numbers if names}
     if REGIONS[0] and chosen:
         package.nn.apply(module, lambda name, _: name in chosen, **options)
-
-
-def takes_one(module: nn.Module) -> bool:
-    return type(module).__module__ != "torch.nn.modules.container" or isinstance(module, nn.Sequential)
 
 
 def torch_checkpoint(fn: Fn, *args: Any, **options: Any) -> Any:
@@ -79,15 +79,8 @@ def compat_checkpoint(fn: Fn, *args: Any) -> Any:
 
 def loop(step: Fn, carry: Tensor) -> Tensor:
     """The last carry of a `scan`, plus the mean of what its steps return."""
-    xs = torch.linspace(0, 1, 4)
-    if REGIONS[0]:
-        carry, ys = package.scan(step, carry, xs)
-        return carry + ys.mean()
-    found = []
-    for x in xs:
-        carry, y = step(carry, x)
-        found.append(y)
-    return carry + torch.stack(found).mean()
+    carry, ys = (package.scan if REGIONS[0] else plain_scan)(step, carry, torch.linspace(0, 1, 4))
+    return carry + ys.mean()
 
 
 def chosen(seed: int, answers: int = 2) -> Fn:
@@ -118,6 +111,17 @@ def pair(t: Tensor, dim: int = 0) -> Tensor:
 def added(tensors: Iterable[Tensor]) -> Tensor:
     """The sum, without the 0 of `sum`: under a mode, torch can't add 0 to its zero tensors without memory."""
     return functools.reduce(operator.add, tensors)
+
+
+def build(*steps: Fn) -> Fn:
+    """A function whose code is that of all others that are made here."""
+
+    def built(p: Tensor, q: Tensor) -> Tensor:
+        for step in steps:
+            p = step(p, q)
+        return p
+
+    return built
 
 
 def hook(t: Tensor, factor: float) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from . import alphabet
 from .alphabet import CALLS, COSTS, DRAWS, FUNC, READ_BY_ITS_DERIVATIVE
@@ -15,14 +16,18 @@ MOST = 24  # what nested transforms and regions may cost
 REGION = 2  # how much longer a program takes with a region around it; nested ones recompute each other
 TRANSFORMS = ("grad", "vjp(", "jvp(", "jac", "hessian", "linearize", "vmap", "dual(", "loop(", "differentiated")
 HEAD = "".join(f"from random_programs.{name} import *\n" for name in ("toolbox", "compare")) + "\n\n"
-# A function made here has the code of all others.
-BUILD = """\
-    def build(*steps):
-        def built(p, q):
-            for step in steps:
-                p = step(p, q)
-            return p
-        return built"""
+# How a function takes two matrices: its parameters, the matrices in its body, and the arguments of a call.
+TAKES = {
+    "two": ("a, b", "a, b", "{a}, {b}"),
+    "a keyword": ("a, *, b", "a, b", "{a}, b={b}"),
+    "a tree": ("tree, flag=True", "tree['a'], tree['b'][0]", "{{'a': {a}, 'b': [{b}, None, 2.0, 'text']}}"),
+}
+# What it returns, made from its last matrix and another one, and how one matrix is made from a call.
+GIVES = {
+    "one": ("{last}", "{call}"),
+    "two": ("{last}, {other}", "added({call})"),
+    "a tree": ("{{'h': {last}, 'n': [{other}]}}", "{call}['h']"),
+}
 
 
 def cost(how: str) -> float:
@@ -30,29 +35,12 @@ def cost(how: str) -> float:
     return COSTS.get(how.split(",")[0], 2)
 
 
-class Function:
-    """A written function: its name, the form of its two matrices, and of the one or more that it returns."""
+class Function(NamedTuple):
+    """The source of a written function."""
 
-    def __init__(self, name: str, takes: str, gives: str) -> None:
-        self.name, self.takes, self.gives = name, takes, gives
-
-    @property
-    def parameters(self) -> str:
-        return {"two": "a, b", "a keyword": "a, *, b", "a tree": "tree, flag=True"}[self.takes]
-
-    def call(self, a: str, b: str) -> str:
-        """The source of a call, with all results of the function."""
-        trees = f"{{'a': {a}, 'b': [{b}, None, 2.0, 'text']}}"
-        arguments = {"two": f"{a}, {b}", "a keyword": f"{a}, b={b}", "a tree": trees}[self.takes]
-        return f"{self.name}({arguments})"
-
-    @property
-    def text(self) -> str:
-        """The source of a function of two matrices that returns one."""
-        if (self.takes, self.gives) == ("two", "one"):
-            return self.name
-        call = self.call("p", "q")
-        return "(lambda p, q: " + {"one": call, "two": f"added({call})", "a tree": f"{call}['h']"}[self.gives] + ")"
+    text: str  # as a function of two matrices that returns one
+    call: str  # a call with {a} and {b}
+    gives: str  # a key of GIVES
 
 
 class Writer:
@@ -147,8 +135,9 @@ class Writer:
             return first
         return self.random.choice(["({} | {})", "({} & {})", "({} & ~{})"]).format(first, second)
 
-    def region_options(self) -> str:
-        found = []
+    def with_options(self, *arguments: str) -> str:
+        """The arguments of a call that makes a region, and options."""
+        found = list(arguments)
         if self.chance(0.75):
             found.append("policy=" + (self.favorite if self.chance(0.3) else self.policy()))
         if self.options and self.chance(0.4):
@@ -156,8 +145,7 @@ class Writer:
         return ", ".join(found)
 
     def region(self, function: str) -> str:
-        options = self.region_options()
-        return f"remat({function}, {options})" if options else f"remat({function})"
+        return f"remat({self.with_options(function)})"
 
     def expression(self, depth: int = 0) -> str:
         """An expression of the visible matrices, which may call transforms of functions written in it."""
@@ -194,14 +182,9 @@ class Writer:
         """A function in an expression, which may be a region."""
         p, q = f"p{self.number()}", f"q{self.count}"
         with self.scope(p, q, how=how):
-            if self.modules and self.chance(0.4):
-                module = self.random.choice(self.modules)
-                text = f"(lambda {p}, {q}: {module}({p}))"
-            elif depth < DEPTH and self.chance(0.2):
-                steps = [f"lambda {p}, {q}: {self.expression(depth + 1)}" for _ in range(self.random.randint(1, 3))]
-                text = f"build({', '.join(steps)})"
-            else:
-                text = f"(lambda {p}, {q}: {self.expression(depth)})"
+            of_module = self.modules and self.chance(0.4)
+            body = f"{self.random.choice(self.modules)}({p})" if of_module else self.expression(depth)
+            text = f"(lambda {p}, {q}: {body})"
         return self.region(text) if self.cost * REGION <= MOST and self.chance(0.3) else text
 
     def assignment(self) -> None:
@@ -277,22 +260,24 @@ class Writer:
 
     def function(self, how: str, depth: int, region: bool) -> Function:
         """Write a function, which can read all visible matrices."""
+        name = f"f{self.number()}"
         takes = self.random.choice(["two", "two", "a keyword", "a tree"])
-        made = Function(f"f{self.number()}", takes, self.random.choice(["one", "one", "two", "a tree"]))
+        gives = self.random.choice(["one", "one", "two", "a tree"])
+        parameters, matrices, arguments = TAKES[takes]
+        results, result = GIVES[gives]
         before, self.cost = self.cost, self.cost * (REGION if region else 1)
         if region:
-            options = self.region_options()
-            self.line(f"@remat({options})" if options else "@remat")
-        with self.block(f"def {made.name}({made.parameters}):"):
+            self.line(f"@remat({self.with_options()})")
+        with self.block(f"def {name}({parameters}):"):
             a, b = f"t{self.number()}", f"t{self.number()}"
-            self.line(f"{a}, {b} = " + ("tree['a'], tree['b'][0]" if made.takes == "a tree" else "a, b"))
+            self.line(f"{a}, {b} = {matrices}")
             with self.scope(a, b, how=how):
                 self.body(depth)
-                last, other = self.visible[-1], self.any()
-            tree = f"{{'h': {last}, 'n': [{other}]}}"
-            self.cost = before
-            self.line("return " + {"one": last, "two": f"{last}, {other}", "a tree": tree}[made.gives])
-        return made
+                self.line("return " + results.format(last=self.visible[-1], other=self.any()))
+        self.cost = before
+        call = f"{name}({arguments})"
+        text = f"(lambda p, q: {result.format(call=call.format(a='p', b='q'))})"
+        return Function(name if (takes, gives) == ("two", "one") else text, call, gives)
 
     def called(self, depth: int) -> None:
         """A function and calls of it, direct or by transforms."""
@@ -301,11 +286,11 @@ class Writer:
         made = self.function(max(hows, key=cost), depth + 1, self.chance(0.75))
         for how in hows:
             if how == "call" and made.gives == "two":
-                text = self.fill("{f}", f=made.call(self.any(), self.any()))
-                self.line(f"t{self.number()}, t{self.number()} = {text}")
-                for number in (self.count - 1, self.count):
-                    self.see(f"t{number}", own=False)
-                    self.needed.add(self.storage[f"t{number}"])
+                names = [f"t{self.number()}", f"t{self.number()}"]
+                self.line(f"{', '.join(names)} = {self.fill(made.call)}")
+                for name in names:
+                    self.see(name, own=False)
+                self.needed |= {self.storage[name] for name in names}
                 continue
             name = self.let(self.fill(CALLS[how], f=made.text))
             if how == "call" and self.chance(0.7):  # the result may be an argument itself
@@ -346,8 +331,8 @@ class Writer:
             self.line(f"{name} = {self.module(self.random.choice([0, 1, 1, 2]))}")
             self.modules.append(name)
             if self.chance(0.5):
-                numbers = ", ".join(str(self.random.randrange(10)) for _ in range(self.random.randint(1, 3)))
-                self.line(f"apply({', '.join(filter(None, (name, numbers, self.region_options())))})")
+                numbers = [str(self.random.randrange(10)) for _ in range(self.random.randint(1, 3))]
+                self.line(f"apply({self.with_options(name, *numbers)})")
             if self.chance(0.3):
                 self.line(f"{name} = {self.region(name)}")
             if self.chance(0.1):
@@ -361,7 +346,6 @@ class Writer:
                 self.line(f"{name} = tensor({len(self.visible) + 2}{', False' * (name == 'constant')})")
                 self.see(name, own=False)
                 self.needed.add(self.storage[name])
-            self.lines += BUILD.splitlines()
             if self.chance(0.5):
                 self.write_modules()
             of_parameters = self.modules and self.chance(0.3)
@@ -397,7 +381,7 @@ class Writer:
         exact = run in EXACT and not under
         options = f", exact={exact}"
         if run in OF_PARAMETERS and self.chance(0.4):
-            options += f", around=dict({self.region_options()})"
+            options += f", around=dict({self.with_options()})"
         if DRAWS.search(text):
             text, options = (each.replace("preserve_rng_state=False", "early_stop=False") for each in (text, options))
         text = f"{HEAD}{text}\n\n\ncompare(make, {run!r}{options})\n"
@@ -407,11 +391,8 @@ class Writer:
                 text += "keeps_no_more(make)\n"
             # With `no_grad` parts, dead operations are recomputed too, and a wider policy may recompute more of them.
             if self.chance(0.5) and "no_grad" not in text:
-                two = [
-                    policy.format(n=self.random.randrange(100))
-                    for policy in self.random.sample(alphabet.POLICIES[:15], 2)
-                ]
-                text += f"recomputes_no_more(make, {two[0]}, {two[1]})\n"
+                one, other = self.random.sample(alphabet.POLICIES[:15], 2)
+                text += f"recomputes_no_more(make, {one}, {other})\n".format(n=self.random.randrange(100))
         return text
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from cases import assert_same, rand
+from cases import plain_scan as loop
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
@@ -37,17 +38,6 @@ def recursion_limit() -> Iterator[None]:
     sys.setrecursionlimit(1000)
     yield
     sys.setrecursionlimit(before)
-
-
-def loop(step: Step, carry: Any, xs: Any = None, length: int | None = None, reverse: bool = False) -> tuple[Any, Any]:
-    """The loop that ``scan`` replaces."""
-    count = len(tree_leaves(xs)[0]) if length is None else length
-    order = slice(None, None, -1 if reverse else 1)
-    ys = []
-    for i in range(count)[order]:
-        carry, y = step(carry, None if xs is None else tree_map(lambda t, i=i: t[i], xs))
-        ys.append(y)
-    return carry, None if ys[0] is None else tree_map(lambda *each: torch.stack(each), *ys[order])
 
 
 def scan_with(checkpoints: Any, **options: Any) -> Loop:
