@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import assert_same
+from remat_functions import plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -17,28 +18,8 @@ from remat import policies, remat
 Wrap = Callable[[Callable], Callable]
 
 
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
-
-
-def identity(fn: Callable) -> Callable:
-    return fn
-
-
-def gradients(fn: Callable, *args: Tensor) -> tuple[Tensor, ...]:
-    torch.manual_seed(7)
-    return torch.autograd.grad(fn(*args).square().sum(), [t for t in args if t.requires_grad])
-
-
-def region_in_checkpoint(wrap: Wrap, x: Tensor) -> Tensor:
-    return checkpoint(lambda x: wrap(lambda h: (h * h).tanh())(x * 2).exp(), x, use_reentrant=False)
-
-
-def checkpoint_in_region(wrap: Wrap, x: Tensor) -> Tensor:
-    return wrap(lambda x: checkpoint(lambda h: (h * h).tanh(), x.sin(), use_reentrant=False).exp())(x)
-
-
 def region_in_checkpoint_in_region(wrap: Wrap, x: Tensor) -> Tensor:
+    """`selective/test_programs.py` has a region in a checkpoint, and a checkpoint in a region."""
     inner, chain = wrap(lambda p, q: p * q + F.smooth_l1_loss(p * q, p, reduction="none")), wrap(lambda a: a.sin() * a)
 
     def body(a: Tensor) -> Tensor:
@@ -51,17 +32,17 @@ def region_in_checkpoint_in_region(wrap: Wrap, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "policy", [None, policies.save_ops("aten.mul"), policies.everything_saveable, policies.budget(0.5)]
 )
-@pytest.mark.parametrize("program", [region_in_checkpoint, checkpoint_in_region, region_in_checkpoint_in_region])
-def test_with_torchs_checkpoint(program: Callable, policy: Any) -> None:
-    x, wrap = leaf(4, 4), remat(policy=policy)
+def test_with_torchs_checkpoint(policy: Any) -> None:
+    x, wrap = torch.randn(4, 4, requires_grad=True), remat(policy=policy)
     for _ in range(2):  # a budget chooses in the first call
-        assert_same(gradients(lambda x: program(wrap, x), x), gradients(lambda x: program(identity, x), x))
+        found, expected = (region_in_checkpoint_in_region(each, x).square().sum() for each in (wrap, plain))
+        assert_same(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
 
 
 def test_optimizer_steps_in_the_backward() -> None:
     """Each region captures all layers, and reads one."""
     results = []
-    for wrap in (remat, identity):
+    for wrap in (remat, plain):
         torch.manual_seed(0)
         layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
         step, x = wrap(lambda i, x: layers[i](x).tanh()), torch.ones(2, 3)

@@ -40,25 +40,16 @@ def model() -> nn.Module:
     return remat.nn.apply(nn.Sequential(Block(), Block()), Block)
 
 
-CHANGED = (
-    "was changed in place between the region's forward and its backward, which recomputes the region and would give "
-    "wrong gradients. "
-)
-STEP = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
-OTHER = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
-
-
 def test_an_optimizer_step_between_forward_and_backward() -> None:
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     net(torch.ones(2, 4)).sum().backward()
     loss = net(torch.ones(2, 4)).sum()
     optimizer.step()
-    with pytest.raises(MutationError) as raised:
+    with pytest.raises(MutationError, match=r"^captured self\.up\.weight was changed in place .*`optimizer") as raised:
         loss.backward()
     region = f"Block '1' called at {line_of(test_an_optimizer_step_between_forward_and_backward, 'loss = net(')}"
-    assert str(raised.value) == f"captured self.up.weight {CHANGED}{STEP}\nThe region is {region}."
-    assert raised.value.region == region
+    assert str(raised.value).endswith(f"\nThe region is {region}.") and raised.value.region == region
 
 
 def test_errors_in_the_forward_name_the_region() -> None:
@@ -174,23 +165,20 @@ class Generating(nn.Module):
         yield x.sin()
 
 
-BIG = torch.ones(1000, 1000)
+BIG, LEAF, SAVE = torch.ones(1000, 1000), torch.ones(3, requires_grad=True), policies.save_matmuls
 TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
-    (lambda: remat.remat(policies.save_matmuls), "The policy is a keyword argument: `remat(fn, policy=...)`."),
-    (
-        lambda: remat.remat(3),
-        "remat takes a function or another callable, got int. Pass the function, not its result",
-    ),
+    (lambda: remat.remat(SAVE), "The policy is a keyword argument: `remat(fn, policy=...)`."),
+    (lambda: remat.remat(3), "takes a function or another callable, got int. Pass the function, not its result"),
     (lambda: remat.remat(nn.Linear), "not the class Linear: wrap an instance, or its method"),
     (lambda: remat.remat(layer(BIG)), "Pass the function, not its result: `remat(fn)(x)`"),
-    (lambda: policies.save_matmuls or None, "Combine policies by `p | q`, `p & q` and `~p`; compare with None."),
+    (lambda: SAVE or None, "Combine policies by `p | q`, `p & q` and `~p`; compare with None."),
     (lambda: remat.remat(layer, early_stop=BIG), "got a tensor of shape [1000, 1000]"),
     (lambda: remat.scan(BIG, BIG, BIG), "got a tensor of shape [1000, 1000]"),
     (lambda: remat.sequential(BIG), "got a tensor of shape [1000]"),
     (lambda: remat.checkpoint_name("h", BIG), "got a tensor of shape [1000, 1000]. The arguments are swapped."),
     (
-        lambda: remat.nn.apply(model(), nn.Linear(4, 4)),
-        "where= takes a class of modules, got a Linear: pass its class, `type(module)`.",
+        lambda: remat.nn.apply(model(), nn.Tanh()),
+        "takes a class of modules, got a Tanh: pass its class, `type(module)`.",
     ),
     (
         lambda: remat.nn.apply(model(), 3),
@@ -205,13 +193,20 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.compat.checkpoint(generator, BIG, use_reentrant=False), "generator is a generator function"),
     (lambda: remat.nn.apply(nn.Sequential(Generating()), Generating), "Generating is a generator function"),
     (
-        lambda: remat.remat(lambda x: generator(x))(torch.ones(3, requires_grad=True)),
+        lambda: remat.remat(lambda x: generator(x))(LEAF),
         "<lambda> returned a generator, whose body would run outside the region. Return its values, as in `list(...)`.",
     ),
-    (
-        lambda: torch.func.grad(lambda x: next(remat.remat(lambda x: generator(x))(x)).sum())(torch.ones(3)),
-        "returned a generator",
-    ),
+    (lambda: torch.func.vjp(remat.remat(lambda x: generator(x)), BIG), "returned a generator"),
+    (lambda: remat.report(layer, BIG, policy=SAVE), "takes a list of policies: `policies=[...]`"),
+    (lambda: remat.check(layer, BIG, policies=[SAVE]), "takes one policy: `policy=...`"),
+    (lambda: remat.check(layer, BIG, policies=[None]), "takes one policy"),
+    (lambda: remat.checkpoint(layer, BIG, use_reentrant=False), "`remat(fn)(x)`"),
+    (lambda: remat.checkpoint(layer, BIG, use_reentrant=False), "remat.compat.checkpoint"),
+    (lambda: remat.remat(layer, BIG), "remat returns a function"),
+    (lambda: remat.remat(layer, prevent_cse=False), "doesn't need the option prevent_cse"),
+    (lambda: remat.remat(layer, polcy=None), "no option 'polcy'"),
+    (lambda: remat.sequential([layer, layer], 2, BIG), "returns a function"),
+    (lambda: remat.sequential([layer, layer], 2, BIG), "`remat.sequential(fs, 2)(x)`"),
 ]
 POLICY_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(layer, policy="hidden"), "write `policies.save_only_these_names('hidden')`."),
@@ -224,7 +219,7 @@ POLICY_ERRORS: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(
     ("call", "message", "error"),
     [(*case, TypeError) for case in TYPE_ERRORS] + [(*case, PolicyError) for case in POLICY_ERRORS],
-    ids=[message[:30] for _, message in TYPE_ERRORS + POLICY_ERRORS],
+    ids=[message[:40] for _, message in TYPE_ERRORS + POLICY_ERRORS],
 )
 def test_wrong_calls_have_short_errors_with_a_remedy(call: Callable[[], Any], message: str, error: type) -> None:
     with pytest.raises(error, match=re.escape(message)) as raised:
@@ -265,23 +260,6 @@ def test_the_names_of_jax_and_the_options() -> None:
     assert [*inspect.signature(remat.remat).parameters] == expected
     constants = (value for name, value in vars(policies).items() if name in policies.__all__ and not callable(value))
     assert all(value.__doc__ != type(value).__doc__ for value in constants)  # presets have their own help
-
-
-def test_options_of_the_wrong_function() -> None:
-    x, policy = torch.ones(3), remat.policies.save_matmuls
-    for call, text in {
-        lambda: remat.report(torch.sin, x, policy=policy): r"takes a list of policies: `policies=\[\.\.\.\]`",
-        lambda: remat.check(torch.sin, x, policies=[policy]): r"takes one policy: `policy=\.\.\.`",
-        lambda: remat.check(torch.sin, x, policies=[None]): r"takes one policy",
-        lambda: remat.checkpoint(torch.sin, x, use_reentrant=False): r"`remat\(fn\)\(x\)`.*remat.compat.checkpoint",
-        lambda: remat.remat(torch.sin, x): r"remat returns a function",
-        lambda: remat.remat(torch.sin, prevent_cse=False): r"doesn't need the option prevent_cse",
-        lambda: remat.remat(torch.sin, polcy=None): r"no option 'polcy'",
-        lambda: remat.nn.apply(torch.nn.Tanh(), torch.nn.Tanh()): r"pass its class, `type\(module\)`",
-        lambda: remat.sequential([torch.sin, torch.cos], 2, x): r"returns a function.*`remat.sequential\(fs, 2\)\(x\)`",
-    }.items():
-        with pytest.raises(TypeError, match=text):
-            call()
 
 
 def test_torchs_name_of_the_default_check() -> None:
