@@ -5,7 +5,6 @@ A case's flags say what plain torch can do with its function; a test selects by 
 
 from __future__ import annotations
 
-import functools
 import subprocess
 import sys
 from collections import namedtuple
@@ -305,21 +304,6 @@ def make_closure() -> Callable[[Tensor], Tensor]:
     return lambda x: torch.tanh(x @ first) @ holder["second"][0] * BUFFER
 
 
-def scaled(x: Tensor, w: Tensor, power: int = 1) -> Tensor:
-    return (x.sin() @ w).exp() ** power
-
-
-class Layer:
-    """A plain object with a method that reads its tensors."""
-
-    def __init__(self) -> None:
-        self.w = W1
-        self.scale = BUFFER
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.w).tanh() * self.scale
-
-
 def recurrent(x: Tensor, w: Tensor) -> Tensor:
     h = torch.zeros_like(x[0])
     for step in x:
@@ -401,8 +385,6 @@ CASES = (
     Case("branch_on_value", branch_on_value, tensors((3, 3), (3, 3)), vmap=False),
     Case("pytrees", pytrees, pytrees_args),
     Case("closure", make_closure(), tensors((3, 4)), (W1, W2, BUFFER)),
-    Case("partial", functools.partial(scaled, w=W1, power=2), tensors((3, 4)), (W1,)),
-    Case("method", Layer().forward, tensors((3, 4)), (W1, BUFFER)),
     Case("captured_module", lambda x: MODULE(x.sin()) * 2, tensors((3, 4)), tuple(MODULE.parameters())),
     Case("module", MODULE, tensors((3, 4)), tuple(MODULE.parameters())),
     Case("transformer", TRANSFORMER, tensors((2, 3, 4)), tuple(TRANSFORMER.parameters()), **FIRST_ORDER),

@@ -100,12 +100,14 @@ class Writer:
         return text.format(a=a, b=b, n=self.random.randrange(100), **more)
 
     def see(self, name: str, base: str | None = None, own: bool = True) -> None:
-        """Add a variable, which is a view of another if `base` is given."""
+        """Add a variable, which is a view of another if `base` is given; one that isn't `own` may not change."""
         self.storages += 1
         self.storage[name] = self.storages if base is None else self.storage[base]
         self.visible.append(name)
         if own if base is None else base in self.own:
             self.own.append(name)
+        elif base is None:
+            self.needed.add(self.storage[name])
 
     def let(self, text: str, base: str | None = None) -> str:
         """Assign an expression to a new variable."""
@@ -121,7 +123,6 @@ class Writer:
         self.own = []
         for name in names:
             self.see(name, own=False)
-            self.needed.add(self.storage[name])
         self.under, self.cost = self.under | {how.split(",")[0]}, self.cost * cost(how)
         yield
         self.visible, self.own, self.under, self.cost = outer
@@ -152,14 +153,8 @@ class Writer:
         if depth < DEPTH and self.chance(0.2) and (hows := self.transforms()):
             how = self.random.choice(hows)
             return self.fill(CALLS[how], f=self.function_inline(how, depth + 1))
-        tables = (
-            [alphabet.SAVING] * 6
-            + [alphabet.PRODUCTS] * 4
-            + [alphabet.NORMS] * 2
-            + [alphabet.LINEAR] * 2
-            + [alphabet.INNER] * ("dual" not in self.under)
-            + [alphabet.RANDOM] * 4 * self.draws
-        )
+        tables = [alphabet.SAVING] * 6 + [alphabet.PRODUCTS] * 4 + [alphabet.NORMS, alphabet.LINEAR] * 2
+        tables += [alphabet.INNER] * ("dual" not in self.under) + [alphabet.RANDOM] * 4 * self.draws
         tables += [alphabet.PLAIN] * 2 * (not self.func and not self.under - {"call"})
         return self.fill(self.random.choice(self.random.choice(tables)))
 
@@ -215,7 +210,7 @@ class Writer:
 
     def rebinding(self) -> None:
         """Rebind a variable, which earlier functions may have in their closures."""
-        if names := [name for name in self.own if name.isidentifier()]:
+        if names := [name for name in self.own if name.isidentifier()]:  # not an entry of a container
             name = self.random.choice(names)
             self.line(f"{name} = {name} * 0.5")
             self.see(name)
@@ -235,7 +230,7 @@ class Writer:
         number, base = self.number(), self.any()
         kind, read = self.random.choice([("[{}]", "[0]"), ("{{'w': {}}}", "['w']"), ("SimpleNamespace(w={})", ".w")])
         self.line(f"box{number} = {kind.format(base)}")
-        self.see(f"box{number}{read}", base, own=False)
+        self.see(f"box{number}{read}", base)
 
     def regions_in_a_loop(self) -> None:
         """A region in each iteration, which captures the loop's variable."""
@@ -290,7 +285,6 @@ class Writer:
                 self.line(f"{', '.join(names)} = {self.fill(made.call)}")
                 for name in names:
                     self.see(name, own=False)
-                self.needed |= {self.storage[name] for name in names}
                 continue
             name = self.let(self.fill(CALLS[how], f=made.text))
             if how == "call" and self.chance(0.7):  # the result may be an argument itself
@@ -345,7 +339,6 @@ class Writer:
             for name in ("w1", "w2", "constant"):
                 self.line(f"{name} = tensor({len(self.visible) + 2}{', False' * (name == 'constant')})")
                 self.see(name, own=False)
-                self.needed.add(self.storage[name])
             if self.chance(0.5):
                 self.write_modules()
             of_parameters = self.modules and self.chance(0.3)

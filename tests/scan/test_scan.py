@@ -325,23 +325,26 @@ class Particle:
     speed: Tensor
 
 
-class Cell(nn.Module):
+class Stateful(nn.Module):
+    """A step that draws random numbers, and changes buffers, an attribute and a list."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.cell, self.norm = nn.GRUCell(6, 6), nn.BatchNorm1d(6)
+        self.norm, self.calls, self.seen = nn.BatchNorm1d(4), 0, list[Tensor]()
 
-    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = self.cell(F.dropout(self.norm(x), 0.3), h)
-        return h, h.mean()
+    def forward(self, carry: dict, x: Any) -> tuple[dict, Any]:
+        self.calls += 1
+        h = F.dropout(self.norm(carry["h"]), 0.5)
+        self.seen.append(h)
+        return {"h": remat.remat(torch.tanh)(h)}, (h.sum(0), [h > 0, h[0] if x is None else x[0] * h[:, 0]])
 
 
 def modules_with_dropout_and_buffers(each: Loop) -> Any:
     torch.manual_seed(0)
-    module, h = Cell(), torch.zeros(5, 6, requires_grad=True)
-    xs = torch.randn(12, 5, 6, requires_grad=True)
-    last, means = each(module, h, xs)
-    gradients = torch.autograd.grad(last.sum() + means.prod(), [h, xs, *module.parameters()])
-    return [last, means, *gradients, *module.buffers(), torch.rand(1)]
+    step, h, xs = Stateful(), torch.randn(3, 4, requires_grad=True), torch.randn(12, 2, 3, requires_grad=True)
+    last, ys = each(step, {"h": h}, xs)
+    gradients = torch.autograd.grad(last["h"].sum() + (ys[1][1] ** 2).sum(), [h, xs, *step.parameters()])
+    return [last, ys, *gradients, *step.buffers(), step.calls, torch.rand(1)]
 
 
 def trees(each: Loop) -> Any:
@@ -517,20 +520,6 @@ ERRORS = [({"step": step, "carry": carry, "length": 2}, *error) for carry, step,
 def test_errors(arguments: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         scan(**{"step": same, "carry": ONES, **arguments})
-
-
-class Stateful(nn.Module):
-    """A step that draws random numbers, and changes buffers, an attribute and a list."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.calls, self.seen = nn.BatchNorm1d(4), 0, list[Tensor]()
-
-    def forward(self, carry: dict, x: Any) -> tuple[dict, Any]:
-        self.calls += 1
-        h = F.dropout(self.norm(carry["h"]), 0.5)
-        self.seen.append(h)
-        return {"h": remat.remat(torch.tanh)(h)}, (h.sum(0), [h > 0, h[0] if x is None else x[0] * h[:, 0]])
 
 
 @pytest.mark.parametrize("xs", [torch.zeros(2, 2, 3), None])
