@@ -158,7 +158,7 @@ MODULES = several("""
     Apply(lambda x, m: m(x).tanh() @ m.weight, nn.Linear(4, 4))
     Apply(lambda x, m: x + m((x.detach()[:, 0].abs() * 3).long().clamp(max=4)), nn.Embedding(5, 4))
     Apply(lambda x, m: Scaled.apply(x.tanh(), m.bias), nn.Linear(4, 4))
-    Apply(lambda x, m: (lambda p: p.a + p.b[0])(m({{"x": x, "y": x.sin(), "more": "text"}})), Tree(nn.Linear(4, 4)))
+    Apply(lambda x, m: m({{"x": x, "y": [x.sin(), 2]}})[0], Apply(lambda t, m: (m(t["x"]), t["y"]), nn.Linear(4, 4)))
 """)
 BODIES = several("""
     x + 0.5 * m(x) | x + 0.5 * m(x) | m(x) * k(x).sigmoid() | checkpoint_name(m(checkpoint_name(x * 1.0, "h")), "a")

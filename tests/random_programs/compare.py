@@ -36,7 +36,7 @@ MEANT = re.compile(
 
 
 class Unrunnable(Exception):
-    """The program doesn't run without regions."""
+    """The program raises an error without regions, or a result is large or not finite."""
 
 
 class Refused(Exception):
@@ -227,10 +227,6 @@ def compare(make: Fn, run: str, exact: bool = False, around: dict | None = None)
         run: one of the runs above.
         exact: results are equal bit for bit.
         around: the options of a region around the whole function of the parameters.
-
-    Raises:
-        Unrunnable: the program raises an error without regions, or a result is large or not finite.
-        Refused: a region raised an error that is documented.
     """
     before = surroundings()
     with surrounded():

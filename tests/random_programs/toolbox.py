@@ -8,7 +8,6 @@ import functools
 import operator
 import random
 import zlib
-from collections import namedtuple
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -220,13 +219,13 @@ class Scaled(torch.autograd.Function):
 
 
 class Apply(nn.Module):
-    """A module that calls a function with its argument and two other modules."""
+    """A module that calls a function with its argument, which may be a tree, and some modules."""
 
-    def __init__(self, fn: Callable[..., Tensor], *kids: nn.Module) -> None:
+    def __init__(self, fn: Fn, *kids: nn.Module) -> None:
         super().__init__()
         self.fn, self.kids = fn, nn.ModuleList(kids)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         return self.fn(x, *self.kids)
 
 
@@ -285,19 +284,6 @@ class Noise(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 0.1 * torch.randn(4, 4, generator=self.generator, dtype=x.dtype)
-
-
-class Tree(nn.Module):
-    """Takes and returns trees."""
-
-    result = namedtuple("Pair", "a b")
-
-    def __init__(self, kid: nn.Module) -> None:
-        super().__init__()
-        self.kid = kid
-
-    def forward(self, tree: dict[str, Any], *, scale: float = 1.0) -> Any:
-        return self.result(self.kid(tree["x"]) * scale, [F.gelu(tree["y"]), tree["more"]])
 
 
 HOOKS: list[Callable[[Any], Any]] = [
