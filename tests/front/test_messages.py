@@ -173,16 +173,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
         lambda: remat.nn.apply(model(), nn.Tanh()),
         "takes a class of modules, got a Tanh: pass its class, `type(module)`.",
     ),
-    (
-        lambda: remat.nn.apply(model(), 3),
-        "where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
-        "submodule; got 3.",
-    ),
     (lambda: remat.nn.apply(model(), [nn.Linear] * 20), "..."),
-    (
-        lambda: remat.nn.apply(model(), layer),
-        f"where is called with a submodule's name and the submodule, which {layer!r} doesn't accept.",
-    ),
     (lambda: remat.compat.checkpoint(generator, BIG, use_reentrant=False), "generator is a generator function"),
     (lambda: remat.nn.apply(nn.Sequential(Generating()), Generating), "Generating is a generator function"),
     (

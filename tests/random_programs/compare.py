@@ -15,7 +15,7 @@ import torch
 import torch.autograd.forward_ad as fwAD
 from cases import default_dtype, same_bits, tensor_leaves, total
 from torch import Tensor, nn
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
 
 from benchmarks.measure import OpCounter, held_bytes
@@ -145,9 +145,6 @@ OF_PARAMETERS: dict[str, Fn] = {
     "vmap grad": lambda call, loss, p, x, y: vmap(grad(loss), (None, 0, None), randomness="same")(p, pair(x), y),
     "hvp": lambda call, loss, p, x, y: jvp(lambda p: grad(loss)(p, x, y), (p,), (tree_map(torch.cos, p),))[1],
     "grad grad": lambda call, loss, p, x, y: grad(lambda p: total(grad(loss)(p, x, y)))(p),
-    "jacrev": lambda call, loss, p, x, y: jacrev(lambda r: call(p, x * r, y)[0])(y[0]),
-    "jacfwd": lambda call, loss, p, x, y: jacfwd(lambda r: call(p, x * r, y)[0])(y[0]),
-    "hessian": lambda call, loss, p, x, y: hessian(lambda r: loss(p, x * r, y))(y[0]),
     "vjp vmap": lambda call, loss, p, x, y: (lambda out, pull: (out, pull(out.cos())))(
         *vjp(lambda p: vmap(lambda z: call(p, z, y), randomness="different")(pair(x)), p)
     ),

@@ -166,7 +166,7 @@ class Writer:
         if self.func:
             hows += FUNC
         else:
-            hows += ["autograd", "grad, a step", "jvp, ones", *([] if self.under else ["dual"])]
+            hows += ["autograd", "grad, a step", "jvp, one", *([] if self.under else ["dual"])]
         if "dual" in self.under:  # a recompute inside the level would enter it again, which torch can't
             hows = [how for how in hows if "autograd" not in how]
         if self.draws:  # jacobians can't be told that each row draws anew
