@@ -45,12 +45,9 @@ def test_the_tested_versions_are_those_that_ci_reads() -> None:
         assert sentence in " ".join((ROOT / page).read_text(encoding="utf-8").split())
 
 
-def pages() -> list[Path]:
-    return [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
-
-
 def test_relative_links_lead_to_a_file() -> None:
-    links = [(page, link) for page in pages() for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8"))]
+    pages = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8"))]
     local = [(page, link) for page, link in links if not link.startswith("http")]
     assert len(local) > 50
     assert [(page.name, link) for page, link in local if not (page.parent / link).exists()] == []
