@@ -1,7 +1,8 @@
-"""The examples run, show less memory with `remat` at the same gradients, and can be copied."""
+"""The examples and the notebook run; they show less memory with `remat` at the same gradients."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import runpy
@@ -9,10 +10,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TOUR = ROOT / "docs/tutorials/tour.ipynb"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WAYS = ("plain", "remat", "remat, save_matmuls")
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, for jvp
@@ -189,3 +192,29 @@ def test_fsdp2(printed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
         printed("fsdp2.py")
+
+
+def without_version(text: str) -> str:
+    return re.sub(r"torch \d\S*,", "torch ...,", text)
+
+
+def test_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
+    """After a change, store new outputs: `jupyter nbconvert --to notebook --execute --inplace`."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    pyplot.close("all")  # figures of other tests
+    namespace: dict[str, Any] = {}
+    printed = plots = 0
+    for cell in json.loads(TOUR.read_text(encoding="utf-8"))["cells"]:
+        if cell["cell_type"] != "code":
+            continue
+        exec("".join(cell["source"]), namespace)
+        streams = [output for output in cell["outputs"] if output["output_type"] == "stream"]
+        assert {output["name"] for output in streams} <= {"stdout"}  # warnings would have paths of a machine
+        expected = "".join("".join(output["text"]) for output in streams)
+        assert without_version(capsys.readouterr().out) == without_version(expected)
+        images = [output for output in cell["outputs"] if "image/png" in output.get("data", {})]
+        assert len(images) == len(pyplot.get_fignums())
+        pyplot.close("all")
+        printed, plots = printed + bool(expected), plots + len(images)
+    assert printed >= 5 and plots == 2

@@ -13,19 +13,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from cases import rand
 from random_programs.toolbox import Apply
 from torch import Tensor
+from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import remat
 from remat import RecomputeMismatchError, disable_remat, is_disabled, is_recomputing, override, policies
 from remat.compat import checkpoint, checkpoint_sequential, checkpoint_wrapper
 
-DEBUG, EARLY_STOP = (
-    torch.utils.checkpoint.set_checkpoint_debug_enabled,
-    torch.utils.checkpoint.set_checkpoint_early_stop,
-)
 Context = AbstractContextManager[Any]
 NOTHING = nullcontext()
 
@@ -89,9 +85,9 @@ def effect(f: Callable, context: Context = NOTHING) -> str:
 # A context that sets an option, a function, and the effect on it.
 OPTIONS: dict[str, tuple[Callable[[], Context], Callable, str]] = {
     "early_stop": (lambda: override(early_stop=False), ends_late, "runs to its end"),
-    "torch's early stop": (lambda: EARLY_STOP(False), ends_late, "runs to its end"),
+    "torch's early stop": (lambda: set_checkpoint_early_stop(False), ends_late, "runs to its end"),
     "debug": (lambda: override(debug=True), other_operation, "compares operations"),
-    "torch's debug": (lambda: DEBUG(True), other_operation, "compares operations"),
+    "torch's debug": (lambda: set_checkpoint_debug_enabled(True), other_operation, "compares operations"),
     "determinism_check": (lambda: override(determinism_check="values"), other_constant, "compares values"),
     "preserve_rng_state": (lambda: override(preserve_rng_state=False), dropout, "draws anew"),
 }
@@ -143,9 +139,9 @@ def test_the_innermost_context_takes_precedence_over_outer_ones_regions_and_torc
             assert effect(early) == "" and effect(remat.remat(other_operation)) == "compares operations"
         with override():
             assert effect(early) == END
-    with override(early_stop=True), EARLY_STOP(False):
+    with override(early_stop=True), set_checkpoint_early_stop(False):
         assert effect(late) == ""
-    with EARLY_STOP(True):
+    with set_checkpoint_early_stop(True):
         assert effect(late) == "" and effect(late, override(early_stop=False)) == END
     with override(early_stop=False):  # also around the backward, which doesn't matter
         assert effect(early, override(early_stop=True)) == ""
