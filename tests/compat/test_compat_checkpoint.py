@@ -238,22 +238,6 @@ def dropped(call: Callable) -> Any:
     return out.detach(), grad, torch.get_rng_state(), random.getstate(), np.random.random()
 
 
-@libraries
-@pytest.mark.parametrize("options, outcome", [({}, SAME), ({"preserve_rng_state": True}, SAME),
-                                              ({"preserve_rng_state": False}, OTHER)])  # fmt: skip
-@row("`preserve_rng_state`")
-def test_random_numbers_are_those_of_the_first_run_unless_left_alone(library: str, options: dict, outcome: str) -> None:
-    TORCH.check(library, lambda call: dropped(lambda x: call(drops, x, **options)), outcome, outcome)
-
-
-@compared("`preserve_rng_state`", theirs=OTHER)
-@pytest.mark.parametrize("draw", ["Python", "NumPy", "passed"])
-def test_numbers_of_other_generators_are_those_of_the_first_run(call: Callable, draw: str) -> Any:
-    passed = torch.Generator().manual_seed(1)
-    draws = {"Python": random.random, "NumPy": np.random.random, "passed": lambda: torch.rand(64, generator=passed)}
-    return dropped(lambda x: call(lambda x, _: (x * draws[draw]()).sin().exp(), x, passed))
-
-
 @compared("`DefaultDeviceType`", theirs=Fails(AttributeError, "no such device"))
 def test_the_default_device_type_has_no_influence(call: Callable) -> Any:
     default = remat.compat.DefaultDeviceType
@@ -265,37 +249,22 @@ def test_the_default_device_type_has_no_influence(call: Callable) -> Any:
         default.set_device_type(before)
 
 
-@compared("statistics of batch norm, counters in buffers", theirs=OTHER)
-def test_statistics_change_once(call: Callable) -> Any:
-    norm, x = made(lambda: nn.BatchNorm1d(3)), rand(4, 3)
-    return values_and_grads(lambda x: call(lambda x: norm(x.sin()).exp(), x), x), dict(norm.named_buffers())
-
-
-COUNTERS = "numbers that the function counts up in objects, closures, globals, lists and dicts"
-CALLS = 0
-
-
-@compared(COUNTERS, theirs=OTHER)
+@compared("numbers that the function counts up in objects, closures, globals, lists and dicts", theirs=OTHER)
 def test_numbers_count_first_runs(call: Callable) -> Any:
-    global CALLS
-    module, calls, variable, CALLS, held, others = nn.Tanh(), [0], 0, 0, SimpleNamespace(calls=0), Counter[str]()
-    module.calls, module.dict = 0, {"calls": 0}
+    """More kinds of counters are in `tests/captured/test_python_state.py`."""
+    variable, held, others = 0, SimpleNamespace(calls=0, dict={"calls": 0}), Counter[str]()
 
     def fn(x: Tensor) -> Tensor:
         nonlocal variable
-        global CALLS
-        CALLS += 1
         variable += 1
-        calls[0] += 1
         held.calls += 1
-        module.calls += 1
-        module.dict["calls"] += 1
+        held.dict["calls"] += 1
         others["calls"] += 1
-        return module(x.sin()).exp()
+        return x.sin().exp()
 
     found = values_and_grads(lambda x: call(fn, x), rand(3))
     assert others["calls"] == (1 if call is TORCH.plain else 2)
-    return found, module.calls, module.dict, calls, variable, CALLS, held.calls
+    return found, held.calls, held.dict, variable
 
 
 @row("a backward pass that needs only the inputs")
@@ -318,20 +287,11 @@ class ReadsTwice(torch.autograd.Function):
         return grad * (first + second) / 2
 
 
-@compared("`ctx.saved_tensors` read twice", theirs=Fails(CheckpointError, "already unpacked once"))
-def test_saved_tensors_can_be_read_twice(call: Callable) -> Any:
-    return values_and_grads(lambda x: call(lambda x: ReadsTwice.apply(x.sin()), x), rand(3))
-
-
-@compared("`except Exception` in the function", theirs=Fails(AssertionError))
-def test_code_that_catches_everything_does_not_catch_the_end_of_the_recompute(call: Callable) -> Any:
-    def fn(x: Tensor) -> Tensor:
-        try:
-            return x.sin().exp().sin()
-        except Exception:
-            return x.cos().exp().cos().exp()
-
-    return values_and_grads(lambda x: call(fn, x), rand(3))
+def catches(x: Tensor) -> Tensor:
+    try:
+        return x.sin().exp().sin()
+    except Exception:
+        return x.cos().exp().cos().exp()
 
 
 SINCE = "that changed since"
@@ -339,16 +299,9 @@ VARIABLES = f"variables of closures and globals, attributes of objects, {SINCE}"
 CLASSES = f"attributes of classes and of imported modules {SINCE}"
 
 
-class Holder(nn.Module):
-    k = 2.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.k).sin().exp()
-
-
-def scaled_by(holder: Any, call: Callable, **options: Any) -> Any:
+def scaled_by(holder: Any, call: Callable) -> Any:
     x = rand(3)
-    out = call(holder if isinstance(holder, nn.Module) else lambda x: (x * holder.k).sin().exp(), x, **options).sum()
+    out = call(lambda x: (x * holder.k).sin().exp(), x).sum()
     holder.k = 3.0
     return torch.autograd.grad(out, x)
 
@@ -358,14 +311,11 @@ def test_variables_are_as_in_the_first_run(call: Callable) -> Any:
     x, scale = rand(3), 2.0
     out = call(lambda x: (x * scale).sin().exp(), x).sum()
     scale = 3.0
-    return torch.autograd.grad(out, x), scaled_by(Holder(), call), scaled_by(SimpleNamespace(k=2.0), call)
+    return torch.autograd.grad(out, x), scaled_by(SimpleNamespace(k=2.0), call)
 
 
 @compared(CLASSES, theirs=OTHER, ours=OTHER)
-def test_attributes_of_classes_are_not_unless_checksums_find_it(call: Callable) -> Any:
-    if call is not TORCH.plain:
-        with pytest.raises(RecomputeMismatchError, match="checksum"):
-            scaled_by(type("Settings", (), {"k": 2.0}), functools.partial(checkpoint, determinism_check="values"))
+def test_attributes_of_classes_are_not(call: Callable) -> Any:
     return scaled_by(type("Settings", (), {"k": 2.0}), call)
 
 
@@ -380,71 +330,60 @@ def test_captured_tensors_that_were_changed_in_place_are_an_error(call: Callable
     return torch.autograd.grad(out, x)
 
 
-SETTINGS: dict[str, tuple[Callable, Callable, tuple]] = {  # get as a number, set, values to set and reset
-    "default dtype": (lambda: torch.empty(0).itemsize, torch.set_default_dtype, (torch.float64, torch.float32)),
-    "attention kernels": (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp, (False, True)),
-    "deterministic": (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode, (2, 0)),
-}
-
-
 @compared(
     "default dtype, attention kernels, deterministic algorithms, precision of products, changed since", theirs=OTHER
 )
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings_are_as_in_the_first_run(call: Callable, name: str) -> Any:
-    get, put, (now, before) = SETTINGS[name]
+def test_settings_are_as_in_the_first_run(call: Callable) -> Any:
+    """The others are in `tests/ambient`."""
     x = rand(3)
-    out = call(lambda x: (x * (1 + get())).sin().exp(), x).sum()
-    put(now)
+    out = call(lambda x: (x * torch.empty(0).itemsize).sin().exp(), x).sum()
+    torch.set_default_dtype(torch.float64)
     try:
         return torch.autograd.grad(out, x)
     finally:
-        put(before)
+        torch.set_default_dtype(torch.float32)
 
 
 @compared("hooks that the function registers on what it is given or captures", theirs=OTHER)
-@pytest.mark.parametrize("kind", ["tensor", "parameter", "all", "any"])
-def test_hooks_that_the_function_registers_run_once(call: Callable, kind: str) -> int:
-    seen, w = [], rand(3, seed=1)
-    register: dict[str, Callable] = {
-        "tensor": lambda x: x.register_hook(seen.append),
-        "parameter": lambda x: w.register_post_accumulate_grad_hook(seen.append),
-        "all": lambda x: torch.autograd.graph.register_multi_grad_hook((x, w), seen.append),
-        "any": lambda x: torch.autograd.graph.register_multi_grad_hook((x, w), seen.append, mode="any"),
-    }
-    call(lambda x: (register[kind](x), (x.sin() * w).sin())[1], rand(3).clone()).sum().backward()
+def test_hooks_that_the_function_registers_run_once(call: Callable) -> int:
+    """Other kinds of hooks are in `tests/region/test_saved_tensor_hooks.py`."""
+    seen: list[Tensor] = []
+    call(lambda x: (x.register_hook(seen.append), x.sin().sin())[1], rand(3).clone()).sum().backward()
     return len(seen)
 
 
-H = rand(3, grad=False)
-REVERSE, BATCHED = "`torch.func`: `grad`, `vjp`, `jacrev`, `hessian`", "`torch.func`: `vmap`"
-FORWARD = "`torch.func`: `jvp`, `jacfwd`, `linearize`"
+def derived(fn: Callable) -> Callable:
+    return lambda call: values_and_grads(lambda x: call(fn, x), rand(3))
+
+
+def drawn(fn: Callable, *args: Any, **options: Any) -> Callable:
+    return lambda call: dropped(lambda x: call(fn, x, *args, **options))
+
+
 FAILS = Fails(RuntimeError)
-FORWARDS = FAILS if torch.__version__ < "2.12" else SAME
-TRANSFORMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [  # with torch's outcome
-    (REVERSE, FAILS, lambda f: torch.func.grad(lambda x: f(x).sum())(H)),
-    (REVERSE, FAILS, lambda f: torch.func.hessian(lambda x: f(x).sum())(H)),
-    (BATCHED, FORWARDS, lambda f: torch.func.vmap(f)(H)),
-    (BATCHED, FAILS, lambda f: torch.autograd.grad(torch.func.vmap(f)(x := rand(3)).sum(), x)),
-    (FORWARD, FORWARDS, lambda f: torch.func.linearize(f, H)[1](H.cos())),
+mapped = lambda call: torch.vmap(lambda x: call(deep, x))
+noisy = lambda x, generator: (x * torch.rand(64, generator=generator)).sin().exp()
+RANDOM, BATCHED = "`preserve_rng_state`", "`torch.func`: `vmap`"
+TWICE, CATCHES = "`ctx.saved_tensors` read twice", "`except Exception` in the function"
+# Programs of one line with the rows that they are about, torch's outcome and remat's.
+PROGRAMS: list[tuple[str, Outcome, Outcome, Callable[[Callable], Any]]] = [
+    (RANDOM, SAME, SAME, drawn(drops)),
+    (RANDOM, OTHER, OTHER, drawn(drops, preserve_rng_state=False)),
+    (RANDOM, OTHER, SAME, drawn(lambda x: (x * random.random()).sin().exp())),
+    (RANDOM, OTHER, SAME, drawn(lambda x: (x * np.random.random()).sin().exp())),
+    (RANDOM, OTHER, SAME, lambda call: drawn(noisy, torch.Generator().manual_seed(1))(call)),
+    (TWICE, Fails(CheckpointError, "already unpacked once"), SAME, derived(lambda x: ReadsTwice.apply(x.sin()))),
+    (CATCHES, Fails(AssertionError), SAME, derived(catches)),
+    (BATCHED, FAILS if torch.__version__ < "2.12" else SAME, SAME, lambda call: mapped(call)(rand(3, grad=False))),
+    (BATCHED, FAILS, SAME, lambda call: torch.autograd.grad(mapped(call)(x := rand(3)).sum(), x)),
 ]
-row(REVERSE, BATCHED, FORWARD)
+row(*(name for name, *_ in PROGRAMS))
 
 
 @libraries
-@pytest.mark.parametrize("name, theirs, program", TRANSFORMS)
-def test_transforms(library: str, name: str, theirs: Outcome, program: Callable) -> None:
-    TORCH.check(library, lambda call: program(lambda x: call(deep, x)), theirs)
-
-
-@compared("`torch.func.functional_call`, then `backward`", theirs=OTHER)
-def test_a_backward_after_functional_call_uses_the_given_parameters(call: Callable) -> Any:
-    layer, x = made(lambda: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))), rand(2, 3)
-    outer = nn.Sequential(layer)
-    outer.forward = lambda x: call(layer, x)
-    params = {name: (2 * p.detach()).requires_grad_() for name, p in outer.named_parameters()}
-    out = torch.func.functional_call(outer, params, (x,)).sin().sum()
-    return torch.autograd.grad(out, (x, *params.values()))
+@pytest.mark.parametrize("name, theirs, ours, program", PROGRAMS)
+def test_short_programs(library: str, name: str, theirs: Outcome, ours: Outcome, program: Callable) -> None:
+    TORCH.check(library, program, theirs, ours)
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
@@ -467,31 +406,24 @@ def layers() -> nn.Sequential:
 
 
 @both
-@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList, list, tuple])
-def test_checkpoint_sequential_of_modules(module: Any, kind: Callable) -> None:
+def test_checkpoint_sequential_of_a_module(module: Any) -> None:
     """The hooks of a `Sequential` itself don't run, and torch updates statistics twice."""
-    plain, calls, x = layers(), [], rand(4, 3)
-    functions: Any = layers() if kind is nn.Sequential else (list if is_torch(module) else kind)(layers())
-    if kind is nn.Sequential:
-        functions.register_forward_hook(lambda *args: calls.append(args))
+    plain, functions, x = layers(), layers(), rand(4, 3)
+    functions.register_forward_hook(pytest.fail)
 
-    def graded(call: Callable, own: Any) -> Any:
+    def graded(call: Callable, own: nn.Module) -> Any:
         torch.manual_seed(0)
-        return values_and_grads(call, x, inputs=[x, *(p for layer in own for p in layer.parameters())])
+        return values_and_grads(call, x, inputs=[x, *own.parameters()])
 
     found = graded(lambda x: module.checkpoint_sequential(functions, 2, x, use_reentrant=False), functions)
     assert_same(found, graded(plain, plain))
     assert functions[1].num_batches_tracked == (2 if is_torch(module) else 1)
     assert is_torch(module) or torch.equal(functions[1].running_mean, plain[1].running_mean)
-    assert calls == []
 
 
 # Arguments, options, the kind of torch's and of remat's error, and the text of remat's.
 ERRORS: list[tuple[tuple, dict, Any, type, str]] = [
     (([deep], 1), {"early_stop": False}, ValueError, ValueError, "no option early_stop"),
-    (([], 1), {}, ValueError, ValueError, "no functions"),
-    (([deep, deep], 2.0), {}, TypeError, TypeError, "must be an integer"),
-    (([deep, 3], 1), {}, TypeError, TypeError, r"functions\[1\] must be a function or a module"),
     (([deep] * 2, 3), {}, ValueError, ValueError, "from 1 to 2"),
     (([deep] * 2, 0), {}, ZeroDivisionError, ValueError, "from 1 to 2"),
     (([deep] * 2, -1), {}, None, ValueError, "from 1 to 2"),
@@ -566,8 +498,11 @@ def test_options_in_compiled_code(options: dict, selective: bool, theirs: bool) 
         assert checkpoints_in_graph(lambda x, w, call=call: call(x, w), *W) == [selective]
 
 
-# Rows that tests/engine/test_graph_exec_group.py and tests/selective/test_wrapper_subclasses.py are about.
+# Rows that tests/engine/test_graph_exec_group.py and tests/selective/test_wrapper_subclasses.py are about,
 row("`GraphExecGroup`", "selective: tensors made of others (wrapper subclasses)")
+# and rows that test_comparison_table.py is about.
+row("`torch.func`: `grad`, `vjp`, `jacrev`, `hessian`", "`torch.func`: `jvp`, `jacfwd`, `linearize`")
+row("`torch.func.functional_call`, then `backward`", "statistics of batch norm, counters in buffers")
 
 
 def test_each_row_of_the_documentation_has_its_tests() -> None:
