@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, rand
-from comparison import FAIRSCALE, OTHER, Fails, Outcome, libraries
+from comparison import FAIRSCALE, OTHER, SAME, Fails, Outcome, libraries
 from host_copies import Copies
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import remat.compat
@@ -192,36 +191,14 @@ def test_tensors_in_containers_get_gradients(wrap: Callable) -> Any:
     return x.grad, w.grad
 
 
-@compared("results that aren't tensors")
-def test_a_tuple_may_contain_values_that_are_not_tensors(wrap: Callable) -> Any:
-    x = rand(5, 4)
-    out = wrap(Calls(lambda x: (x.sin().exp(), None, 3, "text")))(x)
-    out[0].sum().backward()
-    return out, x.grad
-
-
-@compared("batch norm")
-def test_batch_norm_is_updated_once(wrap: Callable) -> Any:
-    module = wrap(made(norms))
-    found = [step(module) for _ in range(3)]
-    return found, step(module.eval()), dict(module.state_dict())
-
-
 @compared("batch norm", theirs=OTHER)
 @pytest.mark.parametrize("way", ["twice", "inside", "without grad"])
-def test_batch_norm_is_updated_once_in_other_ways(wrap: Callable, way: str) -> Any:
+def test_batch_norm_is_updated_once(wrap: Callable, way: str) -> Any:
     norm = made(norms)
     module = wrap(wrap(norm)) if way == "twice" else wrap(nn.Sequential(wrap(norm)))
     with torch.set_grad_enabled(way != "without grad"):
         module(X)
     return dict(norm.named_buffers())
-
-
-@compared("random numbers")
-def test_random_numbers_are_those_of_the_first_run(wrap: Callable) -> Any:
-    module = wrap(made(lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh(), nn.Dropout(0.2))))
-    torch.manual_seed(7)
-    return step(module), torch.get_rng_state()
 
 
 @compared("autocast", theirs=OTHER)
@@ -240,22 +217,6 @@ def test_repeated_backward(wrap: Callable) -> Any:
     loss.backward(retain_graph=True)
     loss.backward()
     return [p.grad for p in module.parameters()]
-
-
-@compared("`backward(create_graph=True)`", theirs=Fails(RuntimeError, "does not require grad"))
-def test_double_backward(wrap: Callable) -> Any:
-    x = rand(5, 4)
-    wrap(made())(x).sum().backward(create_graph=True)
-    assert x.grad is not None
-    return torch.autograd.grad(x.grad.square().sum(), x)
-
-
-@compared("`torch.func.functional_call`", theirs=OTHER)
-def test_functional_call(wrap: Callable) -> Any:
-    module = wrap(made())
-    params = {n: nn.Parameter(p.detach() * 2) for n, p in module.named_parameters()}
-    functional_call(module, params, (X,)).sum().backward()
-    return [p.grad for p in params.values()]
 
 
 @compared("inputs changed in place after the call", theirs=Fails(RuntimeError, "inplace"), ours=Fails(MutationError))
@@ -320,23 +281,15 @@ def patched() -> nn.Module:
     return module
 
 
-def grads(module: nn.Module) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(module(X).sum(), [X, *module.parameters()])
-
-
-# Programs of one line that fairscale can't run right, with their rows and what fairscale does instead.
-REFUSED = Fails(RuntimeError, "functorch")
+# Programs of one line with their rows and what fairscale does with them.
 PROGRAMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [
+    ("results that aren't tensors", SAME, lambda wrap: wrap(Calls(lambda x: (x.sin(), None, 3, "text")))(X)),
     ("results that aren't tensors", OTHER, lambda wrap: wrap(Calls(lambda x: [x.sin().exp(), None]))(X)),
     ("results that aren't tensors", OTHER, lambda wrap: wrap(Calls(lambda x: {"y": x.sin().exp(), "flag": True}))(X)),
     ("which results require grad", OTHER, lambda wrap: [t.requires_grad for t in wrap(Calls(two))(X)]),
     ("hooks that it adds", OTHER, lambda wrap: [len(m._forward_hooks) for m in wrap(made(norms)).modules()]),
     ("random numbers", OTHER, lambda wrap: step(wrap(Calls(noise(torch.Generator().manual_seed(0)))))),
-    ("`torch.autograd.grad`", Fails(RuntimeError, "not compatible"), lambda wrap: grads(wrap(made()))),
-    ("`torch.func`", REFUSED, lambda wrap: torch.func.grad(summed(wrap(made())))(H)),
-    ("`torch.func`", REFUSED, lambda wrap: torch.vmap(torch.func.grad(summed(wrap(made()))))(H)),
-    ("`torch.func`", REFUSED, lambda wrap: torch.vmap(wrap(made()))(H)),
-    ("`torch.func`", REFUSED, lambda wrap: torch.func.jvp(wrap(made()), (H,), (H,))),
+    ("`torch.func`", Fails(RuntimeError, "functorch"), lambda wrap: torch.vmap(wrap(made()))(H)),
     ("pickle, `torch.save` of the module", Fails(TypeError, "weakref"), lambda wrap: pickled(wrap(nn.Tanh()))(X)),
     ("a `forward` that was set on the module", OTHER, lambda wrap: wrap(patched())(X)),
 ]
@@ -345,7 +298,7 @@ row(*(name for name, _, _ in PROGRAMS))
 
 @libraries
 @pytest.mark.parametrize("name, theirs, program", PROGRAMS)
-def test_programs_that_fairscale_cannot_run(library: str, name: str, theirs: Outcome, program: Callable) -> None:
+def test_short_programs(library: str, name: str, theirs: Outcome, program: Callable) -> None:
     FAIRSCALE.check(library, program, theirs)
 
 
@@ -438,6 +391,10 @@ def test_numbers_count_first_runs(lib: Any) -> None:
     module, others = Counts(), Counter[str]()
     step(lib.checkpoint_wrapper(module))
     assert (module.calls, others["calls"]) == (2 if is_original(lib) else 1, 2)
+
+
+# Rows that test_comparison_table.py is about.
+row("`torch.autograd.grad`", "`backward(create_graph=True)`", "`torch.func.functional_call`")
 
 
 def test_each_row_of_the_documentation_has_its_tests() -> None:
