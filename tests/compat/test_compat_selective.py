@@ -141,8 +141,6 @@ DERIVATIVES: dict[str, Callable[[Callable, Tensor], Any]] = {
         torch.autograd.grad(f(x).sum(), x, create_graph=True)[0].sin().sum(), x
     ),
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x.detach()),
-    "vmap of grad": lambda f, x: torch.vmap(torch.func.grad(lambda row: f(row[None]).sum()))(x.detach()),
-    "jacfwd of jacrev": lambda f, x: torch.func.jacfwd(torch.func.jacrev(f))(x.detach()),
 }
 AGAIN = "selective: backward twice, double backward, `torch.func.grad`"
 
