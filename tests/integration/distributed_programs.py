@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -184,6 +183,7 @@ class Result:
     losses: list[Tensor]
     grads: dict[str, Tensor]
     costs: Costs
+    keys: list[str] = field(default_factory=list)  # in a checkpoint of the model and of its optimizer
 
 
 LIBRARIES = "c10d", "_c10d_functional"
@@ -255,7 +255,9 @@ def train(model: nn.Module, same: bool = False, micro: int = 1) -> Result:
                     loss.backward()
                     del loss
         peaks.append(meter.peak)
-    return Result(losses, gradients(model), meter.costs(kept, min(peaks)))
+    grads, (state, of_optimizer) = gradients(model), get_state_dict(model, optimizer)
+    keys = [*state, *of_optimizer["param_groups"][0]["params"]]
+    return Result(losses, grads, meter.costs(kept, min(peaks)), keys)
 
 
 Change = Callable[[Any], Any]
@@ -402,7 +404,6 @@ PROGRAMS = {
     "DDP, unused parameters": Program(after=ddp(find_unused_parameters=True), kind={"unused": True}),
     "DDP, no_sync": Program(after=ddp(), train=functools.partial(train, micro=2)),
     "FSDP2": Program(after=shard(), ways=(*USUAL, *CALLED, "apply last")),
-    "FSDP2, not resharded": Program(after=shard(reshard_after_forward=False), ways=(*USUAL, *CALLED)),
     "FSDP2, bfloat16": Program(after=shard(mp_policy=half)),
     "FSDP2, layers": Program(after=shard(*layers, blocks=False), ways=WITHOUT_SELECTIVE, products_of="FSDP2"),
     "FSDP2, layers and blocks, not resharded, bfloat16": Program(
@@ -428,81 +429,26 @@ PROGRAMS = {
 }
 
 
-SAVED = {
-    "DDP": ("plain", "apply"),
-    "FSDP2": ("plain", "torch", "apply", "apply last"),
-    "tensor parallel": ("plain", "apply"),
-}
-
-
-@dataclass
-class Saved:
-    """All tensors of the model that was saved and of the model that loaded it."""
-
-    saved: dict[str, Tensor]
-    loaded: dict[str, Tensor]
-
-
-def save_and_load(program: Program, way: str, folder: str) -> Saved:
-    """A model with regions loads what a model without them has saved, and the other way round."""
-    models = [program.make(WAYS[each]) for each in (way, "plain" if way.startswith("apply") else "apply")]
-    optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.9) for model in models]
-    tokens, targets = batch(0, 0)
-    for model, optimizer, factor in zip(models, optimizers, (1, 2)):  # so that they differ
-        (factor * loss_of(model(tokens), targets)).backward()
-        optimizer.step()
-    states = [dict(zip(("model", "optimizer"), get_state_dict(*each))) for each in zip(models, optimizers)]
-    dcp.save(states[0], checkpoint_id=folder)
-    dcp.load(states[1], checkpoint_id=folder)
-    set_state_dict(
-        models[1], optimizers[1], model_state_dict=states[1]["model"], optim_state_dict=states[1]["optimizer"]
-    )
-    saved, loaded = (tensors_of(*each) for each in zip(models, optimizers))
-    return Saved(saved, loaded)
-
-
-def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The local parameters of this process, and the optimizer's momenta."""
-    found = {name: local(parameter) for name, parameter in get_model_state_dict(model).items()}
-    for i, parameter in enumerate(model.parameters()):
-        found[f"momentum {i}"] = local(optimizer.state[parameter]["momentum_buffer"])
-    return found
-
-
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def jobs(folder: str) -> dict[tuple[str, str], Callable[[], Any]]:
-    """All jobs, by the program's name and the way."""
-    trained = {
-        (name, way): functools.partial(program.run, way) for name, program in PROGRAMS.items() for way in program.ways
-    }
-    saved = {
-        (f"{name}, saved", way): functools.partial(
-            save_and_load, PROGRAMS[name], way, f"{folder}/checkpoint {name} {way}"
-        )
-        for name, ways in SAVED.items()
-        for way in ways
-    }
-    return {**trained, **saved}
-
-
 def run(rank: int, folder: str, port: int) -> None:
-    """Run all jobs in one of the processes."""
+    """Run all programs in all of their ways, in one of the processes."""
     torch.set_num_threads(1)
     store = dist.TCPStore("localhost", port)
     with gc_disabled():
-        for (name, way), job in jobs(folder).items():
-            outcome = attempt(rank, dist.PrefixStore(f"{name}/{way}", store), job)
-            torch.save(outcome, f"{folder}/{name}, {way}, {rank}")
+        for name, program in PROGRAMS.items():
+            for way in program.ways:
+                outcome = attempt(rank, dist.PrefixStore(f"{name}/{way}", store), program, way)
+                torch.save(outcome, f"{folder}/{name}, {way}, {rank}")
 
 
-def attempt(rank: int, store: Any, job: Callable[[], Any]) -> Any:
-    """The result of a job, or its traceback. If it fails in one process, it soon fails in the other."""
+def attempt(rank: int, store: Any, program: Program, way: str) -> Result | str:
+    """The result of a program, or its traceback. If it fails in one process, it soon fails in the other."""
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=15))
     try:
-        return job()
+        return program.run(way)
     except Exception:
         return traceback.format_exc()
     finally:
@@ -510,6 +456,6 @@ def attempt(rank: int, store: Any, job: Callable[[], Any]) -> Any:
 
 
 def main(folder: str) -> None:
-    """Run all jobs, in forked processes that needn't import torch again."""
+    """Run all programs, in forked processes that needn't import torch again."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     torch.multiprocessing.start_processes(run, (folder, store.port), RANKS, start_method="fork")
