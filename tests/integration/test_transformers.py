@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same
-from functorch.compile import make_boxed_func
+from graphs import count, graphs_of
 from torch import Tensor, nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat.nn
@@ -78,10 +77,6 @@ def test_a_region_runs_without_a_cache_in_training(name: str) -> None:
     assert f"a {kind} that is a region runs without a cache" in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        # Where nothing is recomputed, the cache is filled.
-        for context in (torch.no_grad, remat.disable_remat):
-            with context():
-                assert model(input_ids=IDS, use_cache=True).past_key_values.get_seq_length() == IDS.shape[1]
         with torch.no_grad():
             assert_same(
                 model.eval().generate(IDS[:, :4], max_new_tokens=4, do_sample=False),
@@ -113,23 +108,14 @@ def test_a_cache_that_has_keys_is_filled_once_in_training(name: str, how: str) -
 @both_models
 def test_combination_with_the_librarys_checkpoint_is_an_error(name: str) -> None:
     model = own_transformer(transformer(name))
-    classes = [type(module) for module in model.modules()]
     with pytest.raises(RematError, match=r"activation checkpointing is on .*gradient_checkpointing_disable\(\)"):
         applied(model, None)
-    layer = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer))
-    with pytest.raises(RematError, match="activation checkpointing is on"):
-        remat.remat(layer)
-    with pytest.raises(RematError, match="activation checkpointing is on"):
-        remat.compat.checkpoint_wrapper(layer)
-    assert [type(module) for module in model.modules()] == classes
     model.gradient_checkpointing_disable()
     applied(model, None)
     own_transformer(model)  # after `apply`
     with pytest.raises(RematError, match=r"activation checkpointing is on .*`remat.nn.undo\(model\)`"):
         loss(model)
-    model.eval()  # in eval mode the library doesn't checkpoint, so this isn't an error
-    assert_same(loss(model), loss(transformer(name).eval()))
-    assert_same(step(remat.nn.undo(model).train()), step(transformer(name)))
+    assert_same(step(remat.nn.undo(model)), step(transformer(name)))
 
 
 SWITCHES: dict[str, Callable[[Any], Any]] = {
@@ -274,16 +260,8 @@ def test_compile() -> None:
 
     def compiled(model: Any) -> tuple[int, Any]:
         """The products in the backward's graph, and a step."""
-        products: list[int] = []
-
-        def backward(graph: Any, inputs: Any) -> Any:
-            products.append(sum(node.target is torch.ops.aten.mm.default for node in graph.graph.nodes))
-            return make_boxed_func(graph.forward)
-
-        torch._dynamo.reset()
-        backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=backward)
-        result = step(torch.compile(model, backend=backend, fullgraph=True))
-        return sum(products), result
+        graphs, result = graphs_of(model, step)
+        return count(graphs.backward), result
 
     without, expected = compiled(plain)
     its_own, _ = compiled(own_transformer(copy.deepcopy(plain)))
@@ -292,11 +270,6 @@ def test_compile() -> None:
         assert products == (its_own if policy is None else without)
         torch.testing.assert_close(result, expected)
     assert without < its_own
-    for policy in (None, policies.save_matmuls):
-        with remat.compat.install(policy):
-            products, result = compiled(own_transformer(copy.deepcopy(plain)))
-        assert products == (its_own if policy is None else without)
-        torch.testing.assert_close(result, expected)
 
 
 def test_peak_with_dropout() -> None:
@@ -317,33 +290,19 @@ def test_peak_with_dropout() -> None:
     assert peak(enable(transformer("GPT-2"), policies.save_matmuls)) <= peak(own)
 
 
-@pytest.mark.parametrize("collects", [False, True], ids=["logits", "all"])
-@pytest.mark.parametrize("loss", ["loss", "logits", "none"])
 @pytest.mark.parametrize("policy", [None, policies.save_matmuls], ids=["nothing", "matmuls"])
-def test_what_a_model_collects_in_lists_is_complete_and_freed(policy: Any, loss: str, collects: bool) -> None:
-    """It collects router logits, and attentions and hidden states if asked for, through a context variable."""
-    plain, torchs, ours = (
-        transformer("Mixtral", num_hidden_layers=3, router_aux_loss_coef=0.1, attn_implementation="eager")
-        for _ in range(3)
-    )
-    own_transformer(torchs), enable(ours, policy)
-
-    def run(model: Any) -> Any:
-        return model(IDS, labels=IDS, output_attentions=collects, output_hidden_states=collects)
+def test_what_a_model_collects_in_lists_is_complete_and_freed(policy: Any) -> None:
+    """Through a context variable it collects router logits, attentions and hidden states."""
+    plain, ours = (transformer("Mixtral", num_hidden_layers=3, attn_implementation="eager") for _ in range(2))
+    enable(ours, policy)
 
     def step(model: Any) -> Any:
-        out = run(model)
-        target = {"loss": out.loss, "logits": out.logits.sum(), "none": None}[loss]
-        parameters = list(model.parameters())
-        gradients = () if target is None else torch.autograd.grad(target, parameters, allow_unused=True)
-        counts = [len(out.router_logits), len(out.attentions or ()), len(out.hidden_states or ())]
-        return out.loss.detach(), [t.detach() for t in out.router_logits], gradients, counts
+        out = model(IDS, output_attentions=True, output_hidden_states=True, output_router_logits=True)
+        gradients = torch.autograd.grad(out.logits.sum(), list(model.parameters()), allow_unused=True)
+        return [t.detach() for t in (*out.router_logits, *out.attentions, *out.hidden_states)], gradients
 
     found = step(ours)
     assert_same(found, step(plain))
-    assert found[3] == [3, 3 * collects, 4 * collects]
-    for model in ours, torchs:
-        leaked_bytes(step, model)  # objects made in the first step may stay alive
-        assert leaked_bytes(step, model) == 0
-    if policy is None:
-        assert held_bytes(run, ours) <= held_bytes(run, torchs) < held_bytes(run, plain)
+    assert len(found[0]) == 3 + 3 + 4
+    del found
+    assert leaked_bytes(step, ours) == 0
