@@ -90,35 +90,18 @@ def of_a_pullback(wrap: Callable) -> Callable:
     return run
 
 
-def of_changes_in_place(wrap: Callable) -> Callable:
-    def inner(x: Tensor) -> Tensor:
-        y = x.clone()
-        y.mul_(2).sin_()
-        y[0] = 1
-        return (y @ y.T).exp_()
-
-    f = wrap(inner)
-    return grad(lambda x: f(x).sum())
+def changes_in_place(x: Tensor) -> Tensor:
+    y = x.clone()
+    y.mul_(2).sin_()
+    y[0] = 1
+    return (y @ y.T).exp_()
 
 
-def of_changed_arguments(wrap: Callable) -> Callable:
-    def inner(x: Tensor) -> Tensor:
-        return x.mul_(2).sin() @ x.T
-
-    f = wrap(inner)
-    return grad(lambda x: f(x.clone()).sum())
-
-
-def of_a_changed_buffer(wrap: Callable) -> Callable:
+def changes_a_buffer(x: Tensor, buffer: Tensor) -> Tensor:
     """A recompute reads the value before the change."""
-
-    def inner(x: Tensor, buffer: Tensor) -> Tensor:
-        y = (x * (buffer + 1)).sin().exp()
-        buffer.mul_(2)
-        return y
-
-    f = wrap(inner)
-    return grad(lambda x: f(x, torch.full_like(x, 3.0)).sum())
+    y = (x * (buffer + 1)).sin().exp()
+    buffer.mul_(2)
+    return y
 
 
 class Sine(torch.autograd.Function):
@@ -135,14 +118,14 @@ class Sine(torch.autograd.Function):
         return cotangent * ctx.saved_tensors[0].cos() * 2
 
 
-def of_an_own_backward(wrap: Callable) -> Callable:
-    f = wrap(lambda x: Sine.apply(x.exp()).exp())
-    return grad(lambda x: f(x).sum())
+def summed(fn: Callable, arguments: Callable = lambda x: (x,)) -> Callable:
+    """The gradient of a region of this function, which is called with these arguments."""
 
+    def make(wrap: Callable) -> Callable:
+        f = wrap(fn)
+        return grad(lambda x: f(*arguments(x)).sum())
 
-def of_a_gradient_inside(wrap: Callable) -> Callable:
-    f = wrap(lambda x: grad(lambda y: (y.sin() * x).exp().sum())(x).sin())
-    return grad(lambda x: f(x).sum())
+    return make
 
 
 def of_gradients(wrap: Callable) -> Callable:
@@ -165,9 +148,9 @@ CASES: dict[str, tuple[Callable, list, float | None]] = {
     "nested": (lambda wrap: grad(wrap(lambda *args: loss(wrap, 2)(*args)), (0, 1, 2)), [X, W1, W2], 2),
     "captured": (of_captured, [X, W1, torch.randn(32, 8).double()], 1.2),
     "functional_call": (of_a_module, [PARAMETERS, BUFFERS, X], 2),
-    "in place": (of_changes_in_place, [X], 2),
-    "changed buffer": (of_a_changed_buffer, [X], 2),
-    "own backward": (of_an_own_backward, [X], 2),
+    "in place": (summed(changes_in_place), [X], 2),
+    "changed buffer": (summed(changes_a_buffer, lambda x: (x, torch.full_like(x, 3.0))), [X], 2),
+    "own backward": (summed(lambda x: Sine.apply(x.exp()).exp()), [X], 2),
     "jacfwd": (lambda wrap: jacfwd(lambda x: chain(wrap, 2)(x, W1, W2).sum(0)), [SHORT], None),
     "hessian": (lambda wrap: hessian(lambda x: loss(wrap, 1)(x, W1, W2)), [SHORT], None),
     "grad of jvp": (
@@ -175,8 +158,8 @@ CASES: dict[str, tuple[Callable, list, float | None]] = {
         [X],
         None,
     ),
-    "changed arguments": (of_changed_arguments, [X], None),
-    "gradient inside": (of_a_gradient_inside, [X], None),
+    "changed arguments": (summed(lambda x: x.mul_(2).sin() @ x.T, lambda x: (x.clone(),)), [X], None),
+    "gradient inside": (summed(lambda x: grad(lambda y: (y.sin() * x).exp().sum())(x).sin()), [X], None),
 }
 NAMES, MATMULS = policies.save_only_these_names("h"), policies.save_matmuls
 

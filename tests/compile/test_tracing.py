@@ -95,16 +95,11 @@ class Model(nn.Module):
         return self.head(self.block(x), W)
 
 
-def models() -> tuple[Model, Model]:
-    ours, unchanged = Model(remat), Model(plain)
-    unchanged.load_state_dict(ours.state_dict())
-    return ours, unchanged
-
-
 # Dynamo of older versions fails at an attribute whose object has a `__get__`.
 @pytest.mark.parametrize("strict", [False, True] if torch.__version__ >= (2, 13) else [False])
 def test_an_exported_program_contains_no_regions(strict: bool) -> None:
-    ours, unchanged = models()
+    ours, unchanged = Model(remat), Model(plain)
+    unchanged.load_state_dict(ours.state_dict())
     rows = {0: torch.export.Dim("rows", min=2)}
     program = torch.export.export(ours, arguments()[:1], strict=strict, dynamic_shapes=(rows,))
     for given_to in (program, program.run_decompositions()):
