@@ -68,44 +68,6 @@ def test_the_plan_is_a_row_of_a_report() -> None:
         remat.report(model, policies=["budget 40%"], transform=torch.func.grad, **batch)
 
 
-def test_a_callback_of_lightning_plans_with_the_first_batch() -> None:
-    lightning = pytest.importorskip("lightning")
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            layers = (nn.TransformerEncoderLayer(16, 2, 64, 0.1, batch_first=True) for _ in range(4))
-            self.model, self.losses = nn.Sequential(*layers), list[Tensor]()
-
-        def training_step(self, batch: Tensor, index: int) -> dict[str, Tensor]:
-            loss = self.model(batch).square().mean()
-            self.log("loss", loss, on_epoch=True)
-            if not remat.is_recomputing():
-                self.losses.append(loss.detach())
-            return {"loss": loss}
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-    def trained(*callbacks: Any) -> tuple[Any, Any]:
-        module = Module()
-        trainer = lightning.Trainer(
-            accelerator="cpu", precision="bf16-mixed", max_epochs=1, logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, callbacks=list(callbacks),
-        )  # fmt: skip
-        torch.manual_seed(1)
-        trainer.fit(module, torch.utils.data.DataLoader(torch.ones(8, 16, 16), batch_size=4))
-        return module, trainer.callback_metrics["loss_epoch"]
-
-    plain, metric = trained()
-    callback = remat.integrations.lightning.budget_callback(0.5)
-    module, other = trained(callback)
-    assert callback.plan.peak <= callback.plan.amount and callback.plan.regions
-    assert all(map(torch.equal, module.parameters(), plain.parameters()))
-    assert module.losses[-2:] == plain.losses and torch.equal(metric, other)
-
-
 @pytest.mark.parametrize("make", [make for make in CASES if make.__name__ in ("gpt2", "vit", "mixed")])
 def test_a_plan_recomputes_no_more_than_choices_by_hand_at_their_peaks(make: Any) -> None:
     if CASES[make]:

@@ -119,42 +119,71 @@ def watched(run: Callable[[], Any], device: str = "cpu") -> tuple[Any, int, int]
     return result, peak, sum(ops[name] for name in PRODUCTS)
 
 
-@pytest.mark.parametrize(("precision", "stages"), [("32-true", 1), ("bf16-mixed", 1), ("32-true", 2)])
-def test_lightning(precision: str, stages: int) -> None:
-    """Each stage calls `configure_model`."""
+def fitted(
+    make: Callable[[], Any],
+    data: Tensor,
+    change: Callable[[Any], Any] = lambda model: None,
+    stages: int = 1,
+    **options: Any,
+) -> tuple[Any, int, int]:
+    """A module of lightning with this model, trained in stages, each of which calls `configure_model`; the costs."""
     lightning = pytest.importorskip("lightning")
 
     class Module(lightning.LightningModule):
-        def __init__(self, change: Callable[[Any], Any]) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.model, self.change, self.losses = Net(), change, []
+            self.model, self.losses = make(), list[Tensor]()
 
         def configure_model(self) -> None:
-            self.change(self.model)
+            change(self.model)
 
-        def training_step(self, batch: Tensor) -> Tensor:
+        def training_step(self, batch: Tensor, index: int) -> dict[str, Tensor]:
             loss = self.model(batch).square().mean()
-            self.losses.append(loss.detach())
-            return loss
+            self.log("loss", loss, on_epoch=True)
+            if not remat.is_recomputing():
+                self.losses.append(loss.detach())
+            return {"loss": loss}
 
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD(self.parameters(), 0.1)
 
+    module = Module()
+
+    def run() -> None:
+        torch.manual_seed(1)
+        for _ in range(stages):
+            trainer = lightning.Trainer(
+                accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+                enable_model_summary=False, **options,
+            )  # fmt: skip
+            trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=len(data) // STEPS))
+            module.losses.append(trainer.callback_metrics["loss_epoch"])
+
+    return module, *watched(run)[1:]
+
+
+@pytest.mark.parametrize(("precision", "stages"), [("32-true", 1), ("bf16-mixed", 1), ("32-true", 2)])
+def test_lightning(precision: str, stages: int) -> None:
     def train(change: Callable[[Any], Any]) -> Any:
-        module = Module(change)
-
-        def run() -> None:
-            torch.manual_seed(1)
-            for _ in range(stages):
-                lightning.Trainer(
-                    accelerator="cpu", precision=precision, max_epochs=1, accumulate_grad_batches=EVERY, logger=False,
-                    enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, barebones=False,
-                ).fit(module, torch.utils.data.DataLoader(DATA, batch_size=8))  # fmt: skip
-
-        _, peak, products = watched(run)
+        module, peak, products = fitted(Net, DATA, change, stages, precision=precision, accumulate_grad_batches=EVERY)
         return (module.losses, [p.detach() for p in module.parameters()]), peak, products
 
     compare(train, with_checkpoints, with_regions)
+
+
+def test_a_callback_of_lightning_plans_with_the_first_batch() -> None:
+    pytest.importorskip("lightning")
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.TransformerEncoderLayer(16, 2, 64, 0.1, batch_first=True) for _ in range(4)))
+
+    train = partial(fitted, model, torch.ones(16, 16, 16), precision="bf16-mixed")
+    callback = remat.integrations.lightning.budget_callback(0.5)
+    (plain, *_), (module, *_) = train(), train(callbacks=[callback])
+    assert callback.plan.peak <= callback.plan.amount and callback.plan.regions
+    assert_same(list(module.parameters()), list(plain.parameters()))
+    assert_same(module.losses[-len(plain.losses) :], plain.losses)
 
 
 @pytest.mark.parametrize(

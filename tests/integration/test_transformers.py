@@ -181,14 +181,9 @@ def test_enable_before_peft() -> None:
         return peft.get_peft_model(model, config)
 
     plain, its = with_adapters(transformer("Llama")), with_adapters(own_transformer(transformer("Llama")))
-    for policy in (None, policies.save_matmuls):
-        model = with_adapters(enable(transformer("Llama"), policy))
-        assert_same(step(model), step(plain))
-        found = costs(model)
-        if policy is None:
-            assert all(ours <= theirs for ours, theirs in zip(found, costs(its), strict=True))
-        else:
-            assert found[0] < costs(plain)[0] and found[2] < costs(its)[2]
+    model = with_adapters(enable(transformer("Llama")))
+    assert_same(step(model), step(plain))
+    assert all(ours <= theirs for ours, theirs in zip(costs(model), costs(its), strict=True))
 
 
 def test_install_before_and_after_the_switch() -> None:
