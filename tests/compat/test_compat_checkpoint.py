@@ -33,7 +33,6 @@ from remat import MutationError, PolicyError, RecomputeMismatchError, policies
 from remat.compat import checkpoint, checkpoint_sequential
 
 compared, row = TORCH.compared, TORCH.row
-setters = pytest.mark.parametrize("setters", [torch.utils.checkpoint, remat.compat], ids=["torch's", "remat's"])
 
 
 @pytest.fixture(autouse=True)
@@ -185,10 +184,9 @@ def detail(module: Any, setting: Any = None, **options: Any) -> bool:
 
 
 @both
-@setters
 @row("`debug`", "`set_checkpoint_early_stop`, `set_checkpoint_debug_enabled`")
-def test_debug_and_its_switch(module: Any, setters: Any) -> None:
-    switch = setters.set_checkpoint_debug_enabled
+def test_debug_and_its_switch(module: Any) -> None:
+    switch = torch.utils.checkpoint.set_checkpoint_debug_enabled
     assert [detail(module), detail(module, debug=True), detail(module, debug=False)] == [False, True, False]
     assert detail(module, switch(True), debug=False) and not detail(module, switch(False), debug=True)
     with switch(True):
@@ -207,13 +205,12 @@ def ends_of_backward(out: Tensor) -> int:
 
 
 @both
-@setters
 @row("`early_stop`", "`set_checkpoint_early_stop`, `set_checkpoint_debug_enabled`")
-def test_early_stop_and_its_switch(module: Any, setters: Any) -> None:
+def test_early_stop_and_its_switch(module: Any) -> None:
     def run(**options: Any) -> Tensor:
         return module.checkpoint(ends_late, rand(3), use_reentrant=False, **options)
 
-    switch = setters.set_checkpoint_early_stop
+    switch = torch.utils.checkpoint.set_checkpoint_early_stop
     assert ends_of_backward(run()) == ends_of_backward(run(early_stop=True)) == 0
     assert ends_of_backward(run(early_stop=False)) == 1
     with switch(False):
@@ -275,25 +272,6 @@ def test_a_backward_that_needs_only_inputs_recomputes_nothing() -> None:
         assert fn.count == runs
 
 
-class ReadsTwice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(y := x.exp())
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        (first,), (second,) = ctx.saved_tensors, ctx.saved_tensors
-        return grad * (first + second) / 2
-
-
-def catches(x: Tensor) -> Tensor:
-    try:
-        return x.sin().exp().sin()
-    except Exception:
-        return x.cos().exp().cos().exp()
-
-
 SINCE = "that changed since"
 VARIABLES = f"variables of closures and globals, attributes of objects, {SINCE}"
 CLASSES = f"attributes of classes and of imported modules {SINCE}"
@@ -352,10 +330,6 @@ def test_hooks_that_the_function_registers_run_once(call: Callable) -> int:
     return len(seen)
 
 
-def derived(fn: Callable) -> Callable:
-    return lambda call: values_and_grads(lambda x: call(fn, x), rand(3))
-
-
 def drawn(fn: Callable, *args: Any, **options: Any) -> Callable:
     return lambda call: dropped(lambda x: call(fn, x, *args, **options))
 
@@ -364,7 +338,6 @@ FAILS = Fails(RuntimeError)
 mapped = lambda call: torch.vmap(lambda x: call(deep, x))
 noisy = lambda x, generator: (x * torch.rand(64, generator=generator)).sin().exp()
 RANDOM, BATCHED = "`preserve_rng_state`", "`torch.func`: `vmap`"
-TWICE, CATCHES = "`ctx.saved_tensors` read twice", "`except Exception` in the function"
 # Programs of one line with the rows that they are about, torch's outcome and remat's.
 PROGRAMS: list[tuple[str, Outcome, Outcome, Callable[[Callable], Any]]] = [
     (RANDOM, SAME, SAME, drawn(drops)),
@@ -372,8 +345,6 @@ PROGRAMS: list[tuple[str, Outcome, Outcome, Callable[[Callable], Any]]] = [
     (RANDOM, OTHER, SAME, drawn(lambda x: (x * random.random()).sin().exp())),
     (RANDOM, OTHER, SAME, drawn(lambda x: (x * np.random.random()).sin().exp())),
     (RANDOM, OTHER, SAME, lambda call: drawn(noisy, torch.Generator().manual_seed(1))(call)),
-    (TWICE, Fails(CheckpointError, "already unpacked once"), SAME, derived(lambda x: ReadsTwice.apply(x.sin()))),
-    (CATCHES, Fails(AssertionError), SAME, derived(catches)),
     (BATCHED, FAILS if torch.__version__ < "2.12" else SAME, SAME, lambda call: mapped(call)(rand(3, grad=False))),
     (BATCHED, FAILS, SAME, lambda call: torch.autograd.grad(mapped(call)(x := rand(3)).sum(), x)),
 ]
@@ -500,6 +471,8 @@ def test_options_in_compiled_code(options: dict, selective: bool, theirs: bool) 
 
 # Rows that tests/engine/test_graph_exec_group.py and tests/selective/test_wrapper_subclasses.py are about,
 row("`GraphExecGroup`", "selective: tensors made of others (wrapper subclasses)")
+# rows that tests/engine/test_recompute.py is about,
+row("`ctx.saved_tensors` read twice", "`except Exception` in the function")
 # and rows that test_comparison_table.py is about.
 row("`torch.func`: `grad`, `vjp`, `jacrev`, `hessian`", "`torch.func`: `jvp`, `jacfwd`, `linearize`")
 row("`torch.func.functional_call`, then `backward`", "statistics of batch norm, counters in buffers")
