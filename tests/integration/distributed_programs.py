@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleavedZeroBubble
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -76,15 +76,11 @@ class Perceptron(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
-class Norm(nn.LayerNorm):
-    """A norm in a block."""
-
-
 class Block(nn.Module):
     def __init__(self, width: int, unused: bool) -> None:
         super().__init__()
-        self.norm1, self.attention = Norm(width), Attention(width)
-        self.norm2, self.perceptron = Norm(width), Perceptron(width)
+        self.norm1, self.attention = nn.LayerNorm(width), Attention(width)
+        self.norm2, self.perceptron = nn.LayerNorm(width), Perceptron(width)
         self.dropout = nn.Dropout(0.1)
         if unused:
             self.unused = nn.Linear(width, width)
@@ -390,10 +386,7 @@ def stage_of(model: Transformer, number: int, count: int) -> nn.Module:
 
 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 half1 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-but_norms = MixedPrecision(  # the inputs of these are cast
-    param_dtype=torch.bfloat16, reduce_dtype=torch.float32, _module_classes_to_ignore=[Norm]
-)
-layers = nn.Linear, Norm
+layers = nn.Linear, nn.LayerNorm
 together = functools.partial(train, same=True)
 
 WITHOUT_SELECTIVE = tuple(way for way in USUAL if way != "torch, products")
@@ -414,14 +407,8 @@ PROGRAMS = {
     "FSDP1": Program(after=shard1(Block), ways=(*USUAL, *CALLED, "apply last")),
     "FSDP1, original parameters, bfloat16": Program(after=shard1(Block, use_orig_params=True, mixed_precision=half1)),
     "FSDP1, layers": Program(after=shard1(*layers), ways=WITHOUT_SELECTIVE, products_of="FSDP1"),
-    "FSDP1, layers of two precisions": Program(
-        after=shard1(Attention, Perceptron, use_orig_params=True, mixed_precision=but_norms),
-        ways=WITHOUT_SELECTIVE,
-        products_of="FSDP1, original parameters, bfloat16",
-    ),
     "tensor parallel": Program(before=tensor_parallel, train=together, ways=(*USUAL, *COLLECTIVE)),
     "sequence parallel": Program(before=sequence_parallel, train=together, ways=(*USUAL, *COLLECTIVE, "apply first")),
-    "pipeline, GPipe": Program(train=pipeline(ScheduleGPipe)),
     "pipeline, 1F1B": Program(train=pipeline(Schedule1F1B)),
     "pipeline, zero bubble": Program(
         kind={"blocks": 4}, train=pipeline(ScheduleInterleavedZeroBubble, each=2), ways=WITHOUT_SELECTIVE
