@@ -325,12 +325,6 @@ def parallelized(inputs: Any, outputs: Any) -> dict[str, Any]:
     }
 
 
-def tensor_parallel(model: Transformer) -> None:
-    inputs = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))
-    for block in model.blocks.values():
-        parallelize_module(block, mesh(), parallelized(inputs, Replicate()))
-
-
 def sequence_parallel(model: Transformer) -> None:
     on = mesh()
     ends = {
@@ -407,7 +401,6 @@ PROGRAMS = {
     "FSDP1": Program(after=shard1(Block), ways=(*USUAL, *CALLED, "apply last")),
     "FSDP1, original parameters, bfloat16": Program(after=shard1(Block, use_orig_params=True, mixed_precision=half1)),
     "FSDP1, layers": Program(after=shard1(*layers), ways=WITHOUT_SELECTIVE, products_of="FSDP1"),
-    "tensor parallel": Program(before=tensor_parallel, train=together, ways=(*USUAL, *COLLECTIVE)),
     "sequence parallel": Program(before=sequence_parallel, train=together, ways=(*USUAL, *COLLECTIVE, "apply first")),
     "pipeline, 1F1B": Program(train=pipeline(Schedule1F1B)),
     "pipeline, zero bubble": Program(
