@@ -72,6 +72,7 @@ POLICIES: list[Any] = [
     p.save_matmuls & ~p.save_only_these_names("h"),
     p.save_only_these_names("h") | p.save_ops("aten.sin"),
     p.save_if(has_wide_operand) & p.save_any_names_but_these("another"),
+    p.offload(p.save_matmuls),  # nothing in torch.compile reads torch's `MUST_CPU_OFFLOAD`
     ["aten.mm"],
     has_wide_operand,
 ]
@@ -84,14 +85,6 @@ def test_a_policy_saves_what_it_saves_in_eager_code(policy: Any) -> None:
     (products, size), (eager_products, eager_size) = recomputed(wrap), in_eager_code(wrap)
     assert products == eager_products
     assert 0.49 * eager_size < size < 1.4 * eager_size
-
-
-def test_values_to_offload_are_saved_on_the_device() -> None:
-    """Nothing in torch.compile reads torch's `MUST_CPU_OFFLOAD`."""
-    saved, offloaded = (
-        recomputed(lambda f: remat(f, policy=policy)) for policy in (p.save_matmuls, p.offload(p.save_matmuls))
-    )
-    assert saved == offloaded
 
 
 @pytest.mark.parametrize(
