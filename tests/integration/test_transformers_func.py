@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import functional_call, grad, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.libraries import applied, enabled, own_transformer, transformer, watched
+from benchmarks.libraries import applied, enabled, transformer, watched
 from remat import policies
 
 pytest.importorskip("transformers")
@@ -63,15 +63,6 @@ def reverse_over_reverse(model: Any) -> dict[str, Tensor]:
     parameters = parameters_of(model)
     along = direction(parameters)
     return grad(lambda p: dot(grad(lambda p: loss(model, p, IDS))(p), along))(parameters)
-
-
-def double_backward(model: Any) -> dict[str, Tensor]:
-    """Without torch.func's transforms, which the library's own checkpointing doesn't support."""
-    parameters = {name: p.requires_grad_() for name, p in parameters_of(model).items()}
-    inputs = list(parameters.values())
-    first = torch.autograd.grad(loss(model, parameters, IDS), inputs, create_graph=True)
-    product = torch.autograd.grad(dot(dict(zip(parameters, first)), direction(parameters)), inputs)
-    return dict(zip(parameters, product))
 
 
 Derivative = Callable[[Any], dict[str, Tensor]]
@@ -124,16 +115,3 @@ def test_after_the_librarys_own_switch() -> None:
         per_sample(model)
     model.disable_input_require_grads()
     assert_same(per_sample(model), of_plain(per_sample, "Llama", "sdpa")[0])
-
-
-@pytest.mark.parametrize("ours", [applied, enabled])
-@pytest.mark.parametrize("model", PER_LAYER)
-def test_double_backward(model: str, ours: Callable) -> None:
-    """Compared with the library's own checkpointing."""
-    expected, _, _ = of_plain(double_backward, model, "eager")
-    result, its_peak, its_products = watched(double_backward, own_transformer(made(model, "eager")))
-    assert_same(result, expected, exact=False)
-    regions = ours(made(model, "eager"), None)
-    result, peak, products = watched(double_backward, regions)
-    assert_same(result, expected, exact=False)
-    assert peak <= its_peak and products <= its_products
