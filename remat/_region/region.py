@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from .._ambient.ambient import Ambient
 from .._core import private, trees
@@ -17,7 +18,7 @@ from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.ranges import in_range
 from .._core.state import first_run, own_work, recomputing, state
-from ..errors import MutationError
+from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
 from .around import Around
 from .error_context import LOGGER, log_saved, with_region
@@ -137,11 +138,20 @@ class Region:
         inputs = self.inputs
         try:
             with turn(), recomputing(self.options.override), self.ambient.restored():
+                first_hook = RemovableHandle.next_id
                 operands, captured = inputs.again(operands)
                 kept = inputs.captured.statistics_kept(captured)
                 with inputs.bound_again(operands, captured), inputs.captured.watched(), kept:
                     mode = run.mode([*operands, *captured])
-                    return self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
+                    result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
+                # The first run refused hooks on what required grad in it; more tensors may in a recompute.
+                is_one = len(self.kinds) <= 1 and not self.graded
+                if private.GRAD in self.kinds and not is_one and RemovableHandle.next_id != first_hook:
+                    raise RematError(
+                        "A region under torch.func registers a hook in its recompute, in which other tensors require "
+                        "grad than in its forward. Register it outside of the region, or write an autograd Function."
+                    )
+                return result
         except Exception as error:
             raise with_region(error, self)  # noqa: B904
 

@@ -280,3 +280,25 @@ def test_results_require_grad_as_without_remat_if_autograd_records_the_transform
         return through_autograd(around(grad(loss)), W), seen
 
     both(program)
+
+
+def test_a_hook_on_what_requires_grad_in_the_recompute_only_is_refused() -> None:
+    """Plain autograd follows `scale`, and no transform does, so that it requires no grad at their levels."""
+
+    def program(wrap: Wrap) -> Tensor:
+        def scaled(x: Tensor, scale: Tensor) -> Tensor:
+            if scale.requires_grad:
+                scale.register_hook(lambda g: 1.5 * g)
+            return x * scale
+
+        region, w = wrap(scaled), V.clone().requires_grad_()
+
+        def loss(x: Tensor) -> Tensor:
+            scale = w * 1
+            return grad(lambda x: region(x, scale).sin().sum())(x)
+
+        return torch.autograd.grad(vjp(loss, V)[1](V)[0].sum(), w)[0]
+
+    program(plain)
+    with pytest.raises(RematError, match="registers a hook in its recompute"):
+        program(remat)
