@@ -115,8 +115,8 @@ def _misuse(others: dict[str, Any]) -> str:
     if others and "use_reentrant" not in others:
         return f"remat has no option {next(iter(others))!r}. The arguments of the function follow: `remat(fn)(x)`."
     return (
-        "remat returns a function, to call with the arguments: `remat(fn)(x)`. For torch's own signature use "
-        "remat.compat.checkpoint: `checkpoint(fn, x, use_reentrant=False)`."
+        "remat returns a function, to call with the arguments: `remat(fn)(x)`. Options are keywords: `policy=...`. For "
+        "torch's own signature use remat.compat.checkpoint: `checkpoint(fn, x, use_reentrant=False)`."
     )
 
 

@@ -17,7 +17,7 @@ from ._core.devices import accelerators_of
 from ._core.state import disable_remat, overriding
 from ._measure.comparison import CheckResult, Difference, checked
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
-from ._measure.program import NOT_DIFFERENTIATED, Program, Way, relative_times
+from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, Way, relative_times
 from ._modules.region_class import regions
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, Policy, PolicyLike, as_policy
@@ -178,6 +178,8 @@ def report(
         rows = [replace(row, time=ratio) for row, ratio in zip(rows, times)]
     if transform is None and not program.has_gradients:
         notes.append(NOT_DIFFERENTIATED)
+    elif transform is None and program.is_frozen:
+        notes.append(FROZEN)
     elif found and own:
         notes.append("Each policy is that of the program's own regions.")
     elif where is None and not all(isinstance(policy, str) for policy in asked) and _has_children(fn):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 
 from ._core.lines import accepts, warn
-from ._measure.program import Program, modules_of
+from ._measure.program import FROZEN, Program, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.blocks import BlockBudget, BlockChoice, chosen_by_budget
@@ -162,12 +162,11 @@ def budget(
         >>> [block.name for block in blocks.blocks]
         ['0', '1', '2', '3']
     """
-    if where is None and (_is_types(amount) or isinstance(amount, Every) or callable(amount)) and args:
-        warn(
-            "The old order of arguments, remat.nn.budget(model, where, amount, ...), works in this release only: write "
-            "remat.nn.budget(model, amount, ..., where=where)."
+    if not callable(model) or callable(amount) or isinstance(amount, (tuple, Every, torch.Tensor)):
+        raise TypeError(
+            "remat.nn.budget takes the model, the amount, and the arguments of the model: "
+            "`remat.nn.budget(model, '8GiB', *batch)`. Other options are keywords: `where=Block`."
         )
-        where, amount, args = amount, args[0], args[1:]
     Budget("100%" if amount is None else amount, cost)
     if not (args or kwargs) and accepts(getattr(model, "forward", model)) is False:
         raise TypeError(
@@ -176,6 +175,8 @@ def budget(
     program = Program(model, args, kwargs, loss=loss)
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")
+    if program.is_frozen:
+        warn(FROZEN)
     if where is not None:
         return chosen_by_budget(program, chosen_modules(program.named_modules, where), Budget(amount, cost))
     if not isinstance(more_batches, (list, tuple)) or not all(isinstance(each, (tuple, dict)) for each in more_batches):

@@ -87,6 +87,7 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
 NOT_DIFFERENTIATED = (
     "Nothing was differentiated: the result depends on no tensor that requires grad, and on no floating-point argument."
 )
+FROZEN = "No parameter and no argument requires grad: all floating-point arguments are differentiated."
 Named = list[tuple[str, Any]]
 
 
@@ -128,6 +129,11 @@ class Program:
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
         return [*self.tensors, *(tensor for _, tensor in self.captured)]
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it has parameters, and neither they nor the arguments require grad."""
+        return self.every and any([*module.parameters()] for module in self.named_modules.values())
 
     def is_differentiated(self) -> bool:
         """Whether it has a tensor by which it is differentiated."""

@@ -131,7 +131,7 @@ class Plan:
             lines.append(f"not a region: {names[0]}{more}: {reason}")
         above = round(100 * (self.total / self.bound - 1)) if self.bound else 0
         # A bound that is far lower says nothing.
-        least = f", at most {above}% above the least possible" if 0 < above <= 100 else ""
+        least = f", at a cost of at most {above}% above the least possible" if 0 < above <= 100 else ""
         peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
         return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{least}"])
 

@@ -362,11 +362,15 @@ def test_regions_that_the_model_has_are_replaced() -> None:
     assert peaks[0] == pytest.approx(peaks[1], abs=6000)
 
 
-def test_the_old_order_of_arguments_warns() -> None:
+def test_arguments_in_another_order_and_frozen_parameters() -> None:
     model, x, loss = made("a list of blocks")
-    with pytest.warns(remat.RematWarning, match="old order"):
-        old = remat.nn.budget(model, LAYER, 0.6, x, loss=loss)
-    assert old == remat.nn.budget(model, 0.6, x, loss=loss, where=LAYER)
+    for wrong in ((model, LAYER, 0.6, x), ("4GiB", model, x), (model, x, 0.5)):
+        with pytest.raises(TypeError, match=r"remat.nn.budget\(model, '8GiB', \*batch\)"):
+            remat.nn.budget(*wrong, loss=loss)
+    frozen = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).requires_grad_(False)
+    with pytest.warns(remat.RematWarning, match="No parameter and no argument requires grad"):
+        remat.nn.budget(frozen, 1.0, torch.randn(4, 8))
+    assert "No parameter and no argument requires grad" in str(remat.report(frozen, torch.randn(4, 8)))
 
 
 def test_the_curve_is_drawn_with_the_policies_of_a_report() -> None:
@@ -531,7 +535,7 @@ def test_a_printed_plan_has_one_row_for_equal_regions_with_the_range_of_their_nu
     assert "1 KiB, 1 operation" in table and "operation" not in str(replace(plan, regions=(nothing,)))
     rows = [line.split()[:3] for line in table.splitlines()[1:]]
     assert rows == [["h.0-2,5.mlp", "Block", "x4"], ["head", "Block", "1"]]
-    assert last.endswith("recomputed, at most 25% above the least possible")
+    assert last.endswith("recomputed, at a cost of at most 25% above the least possible")
     for bound in (0.0, 5.0, 5.2, 2.4):  # it may be a little too high, as predictions are, or say nothing
         assert str(replace(plan, bound=bound)).endswith("recomputed")
 
