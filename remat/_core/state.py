@@ -157,14 +157,30 @@ def first_run() -> within:
     return within(own_work=False, checkpointing=True, unseen=False, filling=filling)
 
 
-def own_work(value: bool = True) -> within:
+class _flag:
+    """``within`` for one attribute, which most operations of a region need."""
+
+    __slots__ = ("before", "name", "value")
+
+    def __init__(self, name: str, value: bool) -> None:
+        self.name, self.value = name, value
+
+    def __enter__(self) -> None:
+        self.before = getattr(state, self.name)
+        setattr(state, self.name, self.value)
+
+    def __exit__(self, *exception: Any) -> None:
+        setattr(state, self.name, self.before)
+
+
+def own_work(value: bool = True) -> _flag:
     """Within, calls are the package's own, which no `Watch` sees; with False, the user's again."""
-    return within(own_work=value)
+    return _flag("own_work", value)
 
 
-def unseen() -> within:
+def unseen() -> _flag:
     """Within, operations are the package's own, which no recorder of a region sees."""
-    return within(unseen=True)
+    return _flag("unseen", True)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
