@@ -301,7 +301,7 @@ class Filler(RegionHooks):
             self.frame.slots.mixed = True
         now = self.look(tensor)
         if now != slot.fingerprint:
-            self._compare(slot, now)
+            self._compare(slot, now, tensor)
         slot.fill(value)
         if slot is self.last_slot:
             self._end()
@@ -325,12 +325,13 @@ class Filler(RegionHooks):
             expected = f"The region saved {len(self.slots)} tensors for its backward in the forward"
             raise self.mismatch(f"{expected}, and one more in the recompute, at {user_line()}")
 
-    def _compare(self, slot: Slot, now: tuple) -> None:
+    def _compare(self, slot: Slot, now: tuple, tensor: torch.Tensor) -> None:
         before, index = slot.fingerprint, self.count - 1
         previous = self.frame.slots.alive()[index - 1] if index else None
         if previous is not None and may_be_unset(before, previous.fingerprint[3]):
             before, now = before[:6], now[:6]  # without checksums
-        if is_other(before, now):
+        is_input = tensor.is_leaf and tensor.requires_grad  # then the first run had no slot for it
+        if is_other(before, now) or (is_input and before[3] is not type(None)):
             self.difference = self.difference or self.mismatch(
                 f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
                 f"{describe(now, before)} in the recompute, at {user_line()}"

@@ -49,6 +49,10 @@ def saves_nothing(x: Tensor) -> Tensor:
     return x + 1 if is_recomputing() else x.sin().exp()
 
 
+def saves_the_input(x: Tensor) -> Tensor:
+    return (x.sin() if is_recomputing() else x.exp()).sigmoid()
+
+
 def other_dtype(x: Tensor) -> Tensor:
     return (x.sin().double() if is_recomputing() else x.sin()).exp()
 
@@ -68,6 +72,13 @@ ERRORS: dict[str, tuple[Callable, dict, str, str]] = {
     "fewer, without check": (saves_less, {"determinism_check": "none"}, FEWER.format(3, 2), ""),
     "another operation": (
         saves_less, {}, SAVED.format(r"float32\[3\] of ExpBackward0", r"float32\[3\] of SinBackward0"), "y.cos() if"
+    ),
+    "an input": (
+        saves_the_input,
+        {},
+        r"Tensor 0 that the region saved for its backward was float32\[3\] of ExpBackward0 in the forward and float32"
+        r"\[3\] in the recompute, at LINE\. ",
+        "x.sin() if",
     ),
     "another dtype, with checksums": (
         other_dtype, {"determinism_check": "values"}, SAVED.format(r"float32\[3\].*", r"float64\[3\].*"), "exp()"
