@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerator import DEVICE, backend
-from cases import assert_same
+from cases import assert_same, repeated
 from on_device import MATMULS, allocated, leaf, states
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
@@ -188,19 +188,8 @@ def test_as_much_is_saved_and_recomputed_as_on_the_cpu(fn: Callable, policy: str
 
 
 def blocks(wrap: Callable) -> Callable:
-    def block(x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = x.sin().cos()
-        return x
-
-    each = [wrap(block) for _ in range(8)]
-
-    def fn(x: Tensor) -> Tensor:
-        for block in each:
-            x = block(x)
-        return x.sum()
-
-    return fn
+    block = wrap(repeated(lambda x: x.sin().cos(), 4))
+    return lambda x: repeated(block, 8)(x).sum()
 
 
 def peak_of_device(run: Callable[..., Any], x: Tensor) -> int:
