@@ -90,9 +90,6 @@ def by_jvp(f: Callable, x: Tensor, w: Tensor) -> Any:
         return jvp(f, (x.detach(), w.detach()), (x.detach().cos(), w.detach().sin()))
 
 
-ways = pytest.mark.parametrize("way", [by_autograd, by_grad, by_vmap_of_grad, by_jvp])
-
-
 def assert_same_results(run: Callable[[Any], Any], first: Any, second: Any, exact: bool = True) -> None:
     """Results, and the generators after them, are equal."""
     results = []
@@ -103,7 +100,7 @@ def assert_same_results(run: Callable[[Any], Any], first: Any, second: Any, exac
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@ways
+@pytest.mark.parametrize("way", [by_autograd, by_grad, by_vmap_of_grad, by_jvp])
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_functions_and_policies(fn: Callable, way: Callable, policy: str) -> None:
     x, w = leaf(8, 8), leaf(8, 8)
@@ -288,13 +285,9 @@ def test_a_backward_inside_after_many_nodes_saves_nothing_of_the_region() -> Non
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x).sum(), x))
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
+        super().__init__(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 8))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

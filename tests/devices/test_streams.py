@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import DEVICE, backend
-from cases import assert_same
+from cases import assert_same, repeated
 from on_device import MATMULS, leaf
 from on_device import POLICIES as PLAIN_POLICIES
 from torch import Tensor, nn
@@ -58,12 +58,7 @@ def test_nothing_waits_for_copies_of_unchanged_values(monkeypatch: pytest.Monkey
     waits = []
     monkeypatch.setattr(host_memory.Offloaded, "settle", lambda self: waits.append(self))
 
-    def fn(x: Tensor) -> Tensor:
-        for _ in range(4):
-            x = (x @ x).sin().cos()
-        return x
-
-    x = leaf(16, 16)
+    fn, x = repeated(lambda x: (x @ x).sin().cos(), 4), leaf(16, 16)
     found = torch.autograd.grad(remat(fn, policy=SINES)(x).sum(), x)
     assert_same(found, torch.autograd.grad(fn(x).sum(), x))
     assert waits == []
