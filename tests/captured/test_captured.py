@@ -11,14 +11,14 @@ import re
 import sys
 import types
 import weakref
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from cases import assert_same
-from places import HIDDEN, PLACES, Build, work
+from places import HIDDEN, PLACES, Build, Pair, work
 from torch import Tensor, nn
 
 from remat import MutationError, remat
@@ -223,18 +223,6 @@ def test_classes_that_are_made_at_run_time_are_freed() -> None:
     assert watched() is None
 
 
-Point = namedtuple("Point", "x y")
-
-
-def with_defaults() -> Any:
-    w, b = torch.ones(2), torch.ones(2)
-    return lambda x, w=w, *, b=b: x * w + b
-
-
-def without_defaults(fn: Any) -> None:
-    fn.__defaults__ = fn.__kwdefaults__ = None
-
-
 def held(value: Callable[[], Any]) -> Callable[[], Callable]:
     return lambda: held_by(value())
 
@@ -249,15 +237,15 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "an attribute is deleted": (Caller, lambda caller: delattr(caller, "w")),
     "a parameter is replaced": (Net, lambda net: setattr(net.layers[0], "weight", nn.Parameter(torch.zeros(2, 2)))),
     "a layer is removed": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda net: net.pop(0)),
-    "defaults are removed": (with_defaults, without_defaults),
+    "defaults are removed": (
+        lambda: lambda x, w=W, *, b=PAIR[0]: x * w + b,
+        lambda fn: (setattr(fn, "__defaults__", None), setattr(fn, "__kwdefaults__", None)),
+    ),
     "a key is renamed": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).update(v=of(fn).pop("w"))),
     "a list gets shorter": (held(lambda: [torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
     "a list gets longer": (held(lambda: [torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
     "an item is replaced": (held(lambda: [torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
-    "a tuple is replaced": (
-        held(lambda: (torch.ones(2), 1)),
-        lambda fn: setattr(cell(fn), "cell_contents", (torch.zeros(2), 1, 2)),
-    ),
+    "a tuple is replaced": (held(lambda: (torch.ones(2), 1)), lambda fn: setattr(cell(fn), "cell_contents", (W, 1, 2))),
     "a variable is emptied": (held(lambda: torch.ones(2)), lambda fn: delattr(cell(fn), "cell_contents")),
     "a partial gets other arguments": (
         lambda: functools.partial(torch.add, torch.ones(2), alpha=2),
@@ -285,7 +273,7 @@ def test_a_run_finds_what_the_first_run_found(name: str) -> None:
     assert identities(fn) == before
 
 
-@pytest.mark.parametrize("make", [lambda: Point(torch.ones(2), 1), lambda: torch.ones(2, 2).max(0)])
+@pytest.mark.parametrize("make", [lambda: Pair(torch.ones(2), "w"), lambda: torch.ones(2, 2).max(0)])
 def test_a_tuple_is_rebuilt_as_one_of_its_class(make: Callable) -> None:
     original = make()
     items = [original]

@@ -28,10 +28,7 @@ CHANGES: dict[str, tuple[Callable, Callable]] = {
     "a view of it": (lambda x, m, y: (m[1:], y), lambda m, y: m.detach().zero_()),
     "left in a list": (lambda x, m, y: (LEFT.append(m), y), lambda _, y: LEFT[-1].detach().mul_(3)),
     "in the region": (lambda x, m, y: (None, y * m.mul_(3)), lambda *_: None),
-    "in a nested region": (
-        lambda x, m, y: (None, remat(lambda x: m.mul_(3) * x.exp())(x) * y * m),
-        lambda *_: None,
-    ),
+    "in a nested region": (lambda x, m, y: (None, remat(lambda x: m.mul_(3) * x.exp())(x) * y * m), lambda *_: None),
 }
 
 
