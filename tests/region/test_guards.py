@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from accelerator import DEVICE
 from cases import assert_same, rand
 from remat_functions import plain
@@ -179,9 +178,8 @@ def counted(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
 
 def a_count_that_autograd_saves(wrap: Wrap) -> Any:
     """It saves a view of what the region has changed."""
-    count, x = nn.Buffer(torch.zeros(1, dtype=torch.float64)), rand(3)
-    owner = nn.Module()
-    owner.count = count
+    owner, x = nn.Module(), rand(3)
+    owner.count = nn.Buffer(torch.zeros(1, dtype=torch.float64))
 
     def f(x: Tensor) -> Tensor:
         owner.count += 1
@@ -192,42 +190,22 @@ def a_count_that_autograd_saves(wrap: Wrap) -> Any:
     return torch.autograd.grad(out.sum(), x), owner.count
 
 
-def gradients_of_captured_parameters(wrap: Wrap) -> Any:
-    """A backward pass inside adds to them once: a recompute gets other parameters."""
-    x, w = rand(3, 3), rand(3, 3, seed=1)
+def accumulates(loss: Callable, result: Callable, used: Callable = lambda w: w) -> Callable[[Wrap], Any]:
+    """A backward pass inside adds to the gradient of a captured parameter once: a recompute gets another parameter."""
 
-    def f(x: Tensor) -> Tensor:
-        (x.detach() @ w).sin().sum().backward()
-        return (x @ w).cos().exp() @ w
+    def run(wrap: Wrap) -> Any:
+        x, w = rand(3, 3), rand(3, 3, seed=1)
+        h = used(w)
 
-    out = wrap(f)(x)
-    before = w.grad.clone()
-    return before, torch.autograd.grad(out.sum(), (x, w)), w.grad
+        def f(x: Tensor) -> Tensor:
+            loss(x.detach(), w).sum().backward()
+            return result(x, h)
 
+        out = wrap(f)(x)
+        before = w.grad.clone()
+        return before, torch.autograd.grad(out.sum(), (x, w)), w.grad
 
-def gradients_of_a_linear_loss(wrap: Wrap) -> Any:
-    """The backward pass inside reads no saved tensor."""
-    x, w = rand(3), rand(3, seed=1)
-
-    def f(x: Tensor) -> Tensor:
-        w.sum().backward()
-        return (x * w).sin()
-
-    wrap(f)(x).sum().backward()
-    return x.grad, w.grad
-
-
-def gradients_beside_an_activation(wrap: Wrap) -> Any:
-    """Reading the `.grad` of the activation would warn."""
-    x, w = rand(3), rand(3, seed=1)
-    h = w * 2
-
-    def f(x: Tensor) -> Tensor:
-        (x.detach() * w).sin().sum().backward()
-        return (x * h).sin()
-
-    out = wrap(f)(x)
-    return torch.autograd.grad(out.sum(), (x, w)), w.grad
+    return run
 
 
 def buffers_that_a_later_layer_changes(wrap: Wrap) -> Any:
@@ -250,11 +228,11 @@ def statistics_of_equal_batches(wrap: Wrap) -> Any:
     return x.grad, [*norm.buffers()]
 
 
-def then(change: Callable[[nn.Linear, Tensor], Any], frozen: bool = False) -> Callable[[Wrap], Any]:
+def then(change: Callable[[nn.Linear, Tensor], Any]) -> Callable[[Wrap], Any]:
     """Change captured tensors between forward and backward."""
 
     def run(wrap: Wrap) -> tuple:
-        layer, x = nn.Linear(4, 4).double().requires_grad_(not frozen), rand(3, 4)
+        layer, x = nn.Linear(4, 4).double(), rand(3, 4)
         h = x * 2
         out = wrap(lambda x: (layer(x) * layer.bias + h).sin())(x)
         change(layer, h)
@@ -271,9 +249,11 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     ),
     "counted": statistics(counted),
     "a count that autograd saves": a_count_that_autograd_saves,
-    "gradients of captured parameters": gradients_of_captured_parameters,
-    "gradients of a linear loss": gradients_of_a_linear_loss,
-    "gradients beside an activation": gradients_beside_an_activation,
+    "gradients of captured parameters": accumulates(lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos().exp() @ w),
+    "gradients of a loss that saves no tensor": accumulates(lambda x, w: w, lambda x, w: (x * w).sin()),
+    "gradients beside an activation, whose own would warn": accumulates(
+        lambda x, w: (x * w).sin(), lambda x, h: (x * h).sin(), lambda w: w * 2
+    ),
     "changed by a later layer": buffers_that_a_later_layer_changes,
     "the same statistics in the first run": statistics_of_equal_batches,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
@@ -298,24 +278,7 @@ def test_what_is_not_a_pair_of_contexts_is_an_error(wrong: Any) -> None:
         checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=lambda: wrong)
 
 
-def test_statistics_that_are_arguments(device: str) -> None:
-    """Batch norm changes them without a trace in their version counters."""
-
-    def fn(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-        return (F.batch_norm(x.sin(), mean, var, training=True) * mean.exp()).cos()
-
-    results = []
-    for wrap in (plain, remat):
-        x, mean, var = (rand(*n, grad=False).to(device) for n in ((8, 3), (3,), (3,)))
-        results.append((gradient(wrap(fn), x.requires_grad_(), mean, var.exp()), mean))
-    assert_same(*results)
-
-
-@torch.inference_mode()
-def inferred() -> Tensor:
-    """A tensor that has no version counter, but a checksum."""
-    return torch.ones(3)
-
+inferred = torch.inference_mode()(lambda: torch.ones(3))  # it has no version counter, but a checksum
 
 # Each calls a region, and returns the result and a tensor that then changes. More places are in `tests/captured`.
 OTHERS = r"Change it after the backward, use the out-of-place operation, or give the region a copy: `\.clone\(\)`"
