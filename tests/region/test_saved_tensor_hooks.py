@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd import grad, graph
 from torch.autograd.graph import get_gradient_edge, increment_version, save_on_cpu
 
-from benchmarks.measure import PeakMemory, gc_disabled, held_bytes
+from benchmarks.measure import held_bytes
 from remat import (
     MutationError,
     RecomputeMismatchError,
@@ -74,9 +74,10 @@ def calls_func(x: Tensor, w: Tensor) -> Tensor:
     return torch.func.grad(lambda x: (x @ w).sin().sum())(x.tanh()) @ w
 
 
-def func_grad(fn: Callable) -> Tensor:
+def func_grad(fn: Callable, around: Callable = nullcontext) -> Tensor:
     x, w = leaves()
-    return torch.func.grad(lambda x: fn(x, w).sum())(x.detach())
+    with around():
+        return torch.func.grad(lambda x: fn(x, w).sum())(x.detach())
 
 
 class Hooks(graph.saved_tensors_hooks):
@@ -196,14 +197,6 @@ def backward_under(hooks: Callable, fn: Callable = block) -> Check:
     return run
 
 
-def func_grad_in(context: Callable) -> Check:
-    def run(wrap: Wrap) -> Tensor:
-        with context():
-            return func_grad(wrap(block))
-
-    return run
-
-
 def packed_once(hooks: Hooks, build: Build, kept: Build, around: Callable = nullcontext) -> Check:
     """The hooks get what the region ``kept`` saves, each value once."""
 
@@ -288,7 +281,7 @@ def refused_before_anything_runs(wrap: Wrap) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def a_plain_call_where_nothing_needs_a_gradient(wrap: Wrap) -> None:
+def plain_calls(wrap: Wrap) -> None:
     """A tensor that turns out to need one only when it is read is an error as above."""
 
     def run(wrap: Wrap) -> tuple:
@@ -321,12 +314,16 @@ def only_inputs_are_saved(wrap: Wrap) -> None:
             each(x, w)
 
 
-def mutating(fn: Callable, after: Callable = lambda out, argument: out) -> Check:
+def changed_after(
+    change: Callable, fn: Callable = block, around: Callable = graph.allow_mutation_on_saved_tensors
+) -> Check:
+    """``change`` gets the result and the argument, and returns what is differentiated."""
+
     def run(wrap: Wrap) -> tuple:
         x, w = leaves()
-        with graph.allow_mutation_on_saved_tensors():
+        with around():
             argument = x.clone()
-            return gradients(after(wrap(fn)(argument, w), argument), x, w)
+            return gradients(change(wrap(fn)(argument, w), argument), x, w)
 
     return run
 
@@ -356,8 +353,8 @@ def right_or_refused(run: Check) -> Check:
 SCALED = rand(4, 4, seed=2, grad=False)
 
 
-def changed_after(change: Callable) -> Check:
-    return mutating(lambda x, w: (x @ w * SCALED).sin(), lambda out, argument: (out, change())[0])
+def scaled(x: Tensor, w: Tensor) -> Tensor:
+    return (x @ w * SCALED).sin()
 
 
 def saved_values_have_hooks_already(wrap: Wrap) -> None:
@@ -368,31 +365,30 @@ def saved_values_have_hooks_already(wrap: Wrap) -> None:
             node._raw_saved_self.register_hooks(lambda t: t, lambda t: t)
 
 
-def fired(wrap: Wrap, inside: Callable, outside: Callable) -> tuple:
-    """How often the hooks that ``inside`` and ``outside`` register run, and the resulting gradients."""
-    x, w = leaves()
-    v = rand(4, 4, seed=2)
-    log: Counter = Counter()
-
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        hidden = checkpoint_name(x @ w, "hidden").tanh()
-        inside(log, x, w, v, hidden)
-        return (hidden @ w).sin() @ v
-
-    argument = x.clone()
-    out = wrap(fn)(argument, w)
-    out.retain_grad()
-    outside(log, argument, w, v, out)
-    for _ in range(2):
-        out.sum().backward(retain_graph=True)
-    return log, x.grad, w.grad, v.grad, out.grad
-
-
 def fire_alike(inside: Callable, outside: Callable | None = None) -> Check:
+    """The hooks that these functions register run as often as without regions, and so do those of the first alone."""
+
+    def fired(wrap: Wrap, outside: Callable) -> tuple:
+        (x, w), v = leaves(), rand(4, 4, seed=2)
+        log: Counter = Counter()
+
+        def fn(x: Tensor, w: Tensor) -> Tensor:
+            hidden = checkpoint_name(x @ w, "hidden").tanh()
+            inside(log, x, w, v, hidden)
+            return (hidden @ w).sin() @ v
+
+        argument = x.clone()
+        out = wrap(fn)(argument, w)
+        out.retain_grad()
+        outside(log, argument, w, v, out)
+        for _ in range(2):
+            out.sum().backward(retain_graph=True)
+        return log, x.grad, w.grad, v.grad, out.grad
+
     def check(wrap: Wrap) -> None:
         for after in (outside or inside, lambda *args: None):
-            actual, expected = fired(wrap, inside, after), fired(plain, inside, after)
-            assert_same(actual, expected)
+            expected = fired(plain, after)
+            assert_same(fired(wrap, after), expected)
             assert expected[0]
 
     return check
@@ -420,8 +416,8 @@ def on_leaves(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> Non
         log.update(["w" if tensor is w else "v"])
         tensor.grad.mul_(2)
 
-    w.register_post_accumulate_grad_hook(double)
-    v.register_post_accumulate_grad_hook(double)
+    for leaf in (w, v):
+        leaf.register_post_accumulate_grad_hook(double)
 
 
 def on_several(mode: Any) -> Callable:
@@ -461,14 +457,6 @@ def through_edges(wrap: Wrap) -> tuple:
     out = get_gradient_edge(wrap(fn)(x.clone(), w).sum())
     edges = (get_gradient_edge(x), get_gradient_edge(w), *inside)
     return grad(out, edges, retain_graph=True), grad(out, edges[1:])
-
-
-def incremented(wrap: Wrap) -> Any:
-    x, w = leaves()
-    argument = x.clone()
-    out = wrap(block)(argument, w)
-    increment_version(argument)
-    return gradients(out, x)
 
 
 HOOKS = Hooks()
@@ -531,10 +519,8 @@ ROWS: dict[str, list[Check]] = {
     ],
     "hooks that raise": [hooks_that_raise],
     "`disable_saved_tensors_hooks` around": [refused_before_anything_runs, agree(region(block))],
-    "`disable_saved_tensors_hooks` around, where nothing needs a gradient": [
-        a_plain_call_where_nothing_needs_a_gradient
-    ],
-    "`disable_saved_tensors_hooks` around `torch.func.grad`": [same(func_grad_in(disabled))],
+    "`disable_saved_tensors_hooks` around, where nothing needs a gradient": [plain_calls],
+    "`disable_saved_tensors_hooks` around `torch.func.grad`": [same(lambda wrap: func_grad(wrap(block), disabled))],
     "`disable_saved_tensors_hooks` inside": [
         agree(region(block_with(disabled)), region_in_region(block_with(disabled)), exact=False),
         agree(mapped(block_with(disabled)), region(region_in_region(block_with(disabled))(plain)), exact=False),
@@ -546,13 +532,13 @@ ROWS: dict[str, list[Check]] = {
         agree(region_in_region(calls_func), exact=False, backward=disabled),
     ],
     "`allow_mutation_on_saved_tensors`: a change of an argument after the region": [
-        same(mutating(block, lambda out, argument: out * argument.mul_(2)))
+        same(changed_after(lambda out, argument: out * argument.mul_(2)))
     ],
     "`allow_mutation_on_saved_tensors`: a change of a result after the region": [
-        same(mutating(several, lambda outs, argument: sum(out.mul_(2).add_(argument) for out in outs)))
+        same(changed_after(lambda outs, argument: sum(out.mul_(2).add_(argument) for out in outs), several))
     ],
     "`allow_mutation_on_saved_tensors`: a change inside the region of what it made": [
-        right_or_refused(mutating(changes)),
+        right_or_refused(changed_after(lambda out, argument: out, changes)),
         right_or_refused(backward_under(Hooks, changes)),  # the same holds for any hooks that save a copy
     ],
     "`grad_fn._raw_saved_*.register_hooks` on what a region saved": [saved_values_have_hooks_already],
@@ -560,11 +546,13 @@ ROWS: dict[str, list[Check]] = {
         refuses(
             MutationError,
             "captured global 'SCALED' was changed in place between",
-            changed_after(SCALED.zero_),
-            changed_after(partial(increment_version, SCALED)),
+            changed_after(lambda out, argument: (SCALED.zero_(), out)[1], scaled),
+            changed_after(lambda out, argument: (increment_version(SCALED), out)[1], scaled),
         )
     ],
-    "hooks around `torch.func.grad`": [refuses(RuntimeError, "support saved tensor hooks", func_grad_in(Hooks))],
+    "hooks around `torch.func.grad`": [
+        refuses(RuntimeError, "support saved tensor hooks", lambda wrap: func_grad(wrap(block), Hooks))
+    ],
     "hooks around `torch.vmap`": [agree(mapped(block), around=pinned), agree(mapped(block), around=hooks_in_hooks)],
     "hooks inside, under `torch.func.grad`": [
         lambda wrap: assert_same(func_grad(wrap(block_with(Hooks))), backward_under(nullcontext)(plain)[0])
@@ -580,7 +568,11 @@ ROWS: dict[str, list[Check]] = {
     "`Node.register_hook`, `Node.register_prehook`": [fire_alike(on_nodes_inside, on_nodes)],
     "`get_gradient_edge`": [same(through_edges)],
     "`increment_version`": [
-        refuses(MutationError, r"argument x was changed in place between .* `\.clone\(\)`", incremented),
+        refuses(
+            MutationError,
+            r"argument x was changed in place between .* `\.clone\(\)`",
+            changed_after(lambda out, argument: (increment_version(argument), out)[1], around=nullcontext),
+        ),
         agree(region(lambda x, w: (increment_version(x.detach().clone()), block(x, w))[1])),
     ],
 }
@@ -606,19 +598,15 @@ def test_hooks_that_round_give_the_derivatives_at_the_rounded_inputs() -> None:
         backward_under(rounding)(remat(determinism_check="values"))
 
 
-def test_what_hooks_inside_pack_is_saved() -> None:
-    fn, (x, w) = block_with(Hooks), leaves()
-    assert held_bytes(remat(block), x, w) == x.nbytes
-    assert held_bytes(remat(fn), x, w) == 4 * x.nbytes  # and the result
+def packed_smaller(x: Tensor, w: Tensor) -> Tensor:
+    with Hooks(there=lambda tensor: (tensor * tensor.abs().sign()).bfloat16(), back=Tensor.double):
+        return remat(block)(x.clone(), w)  # nothing else refers to the argument
 
 
-def test_hooks_around_own_what_the_region_saves() -> None:
-    """The argument itself can be freed. Tensors that the hooks compute for it are not saved."""
+def test_what_hooks_pack_is_held_and_nothing_else() -> None:
+    """Beside the result: not an argument that is packed, nor what hooks compute before they return."""
     x, w = leaves()
-    with gc_disabled(), PeakMemory() as memory:
-        argument = x.clone()
-        with Hooks(there=lambda tensor: (tensor * tensor.abs().sign()).bfloat16(), back=Tensor.double):
-            out = remat(block)(argument, w)
-        del argument
-        assert memory.live == x.nbytes + x.nbytes // 4 + w.nbytes // 4
-        gradients(out, x, w)
+    assert held_bytes(remat(block), x, w) == x.nbytes
+    assert held_bytes(remat(block_with(Hooks)), x, w) == 4 * x.nbytes
+    assert held_bytes(packed_smaller, x, w) == x.nbytes + x.nbytes // 4 + w.nbytes // 4
+    gradients(packed_smaller(x, w), x, w)
