@@ -6,8 +6,8 @@ The second half runs regions.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -69,14 +69,11 @@ def setting(put: Callable, value: Any, before: Any) -> Iterator[None]:
         put(before)
 
 
-@contextmanager
-def pcg64() -> Iterator[None]:
-    with setting(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator()):
-        yield
+other_bits = lambda: setting(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator())
 
 
 @pytest.mark.parametrize(
-    "draw, around", [*((draw, nullcontext) for draw in DRAWS.values()), (draw_all, pcg64)], ids=[*DRAWS, "PCG64"]
+    "draw, around", [*((draw, nullcontext) for draw in DRAWS.values()), (draw_all, other_bits)], ids=[*DRAWS, "PCG64"]
 )
 @pytest.mark.parametrize("before", [0, 1, 700])
 def test_the_same_numbers_inside_and_the_next_ones_after_it(draw: Callable, around: Callable, before: int) -> None:
@@ -341,11 +338,8 @@ def other_thread(f: Callable, during: Callable, x: Tensor) -> Tensor:
     """The backward is in a thread whose thread-local state is the initial one."""
     with during():
         out = f(x)
-    found: list[Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(grad(out, x)))
-    thread.start()
-    thread.join()
-    return found[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(grad, out, x).result()
 
 
 def func_vjp(f: Callable, during: Callable, x: Tensor) -> Tensor:

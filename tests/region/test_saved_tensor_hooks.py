@@ -187,17 +187,29 @@ def refuses(error: type[Exception], message: str, *calls: Check) -> Check:
     return check
 
 
-def backward_under(hooks: Callable, fn: Callable = block, backward: Callable = nullcontext) -> Check:
-    """The gradients, with the hooks around the forward only, and ``backward`` around the backward only."""
+def differentiated(
+    fn: Callable = block,
+    around: Callable = nullcontext,
+    backward: Callable = nullcontext,
+    change: Callable = lambda out, argument: out,
+    during: Callable = nullcontext,
+) -> Check:
+    """The gradients of what ``change`` makes of the result and the argument. ``around`` is around the region only."""
 
-    def run(wrap: Wrap) -> Any:
+    def run(wrap: Wrap) -> tuple:
         x, w = leaves()
-        with hooks():
-            out = wrap(fn)(x.clone(), w)
-        with backward():
-            return gradients(out, x, w)
+        with during():
+            argument = x.clone()
+            with around():
+                out = wrap(fn)(argument, w)
+            out = change(out, argument)
+            with backward():
+                return gradients(out, x, w)
 
     return run
+
+
+mutating = partial(differentiated, during=graph.allow_mutation_on_saved_tensors)
 
 
 def packed_once(hooks: Hooks, build: Build, kept: Build, around: Callable = nullcontext) -> Check:
@@ -300,29 +312,6 @@ def plain_calls(wrap: Wrap) -> None:
                 call()
 
 
-def only_inputs_are_saved(wrap: Wrap) -> None:
-    fn, (x, w) = block_with(disabled), leaves()
-    if wrap(fn)._options.policy is None:
-        assert held_bytes(wrap(fn), x, w) == x.nbytes < held_bytes(fn, x, w)
-    for each in (wrap(fn), fn):
-        with save_on_cpu(), pytest.raises(RuntimeError, match=r"^not in my house"):
-            each(x, w)
-
-
-def changed_after(
-    change: Callable, fn: Callable = block, around: Callable = graph.allow_mutation_on_saved_tensors
-) -> Check:
-    """``change`` gets the result and the argument, and returns what is differentiated."""
-
-    def run(wrap: Wrap) -> tuple:
-        x, w = leaves()
-        with around():
-            argument = x.clone()
-            return gradients(change(wrap(fn)(argument, w), argument), x, w)
-
-    return run
-
-
 def several(x: Tensor, w: Tensor) -> tuple:
     hidden = checkpoint_name(x @ w, "hidden")
     return hidden.sin(), hidden, hidden.exp(), (hidden @ w).tanh_()
@@ -350,11 +339,6 @@ SCALED = rand(4, 4, seed=2, grad=False)
 
 def scaled(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w * SCALED).sin()
-
-
-def hooks_on_what_is_saved(wrap: Wrap) -> None:
-    node: Any = wrap(block)(*leaves()).grad_fn
-    node._raw_saved_self.register_hooks(lambda t: t, lambda t: t)
 
 
 def fire_alike(inside: Callable, outside: Callable | None = None) -> Check:
@@ -391,16 +375,16 @@ def on_each(log: Counter, *tensors: Tensor) -> None:
         tensor.register_hook(lambda grad, i=i: log.update([i]) or grad * (i + 2))
 
 
+def hooked(x: Tensor, w: Tensor, on_inputs: bool) -> Tensor:
+    hidden = (x @ w).tanh()
+    for tensor in (x, w) if on_inputs else (hidden,):
+        tensor.register_hook(lambda grad: grad * grad.sum())
+    return hidden.exp() @ w
+
+
 def under_func(on_inputs: bool) -> Check:
     """More tests are in ``tests/functorch``."""
-
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        hidden = (x @ w).tanh()
-        for tensor in (x, w) if on_inputs else (hidden,):
-            tensor.register_hook(lambda grad: grad * grad.sum())
-        return hidden.exp() @ w
-
-    return lambda wrap: func_grad(lambda x, w: wrap(fn)(x, w.detach() * x) * x)
+    return lambda wrap: func_grad(lambda x, w: wrap(hooked)(x, w.detach() * x, on_inputs) * x)
 
 
 def on_leaves(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> None:
@@ -487,11 +471,11 @@ ROWS: dict[str, list[Check]] = {
     "hooks active only in the backward pass": [
         agree(region(block), region_in_region(block_with(hooks_in_hooks)), backward=Hooks),
         agree(region_in_region(calls_func), exact=False, backward=Hooks),
-        same(backward_under(nullcontext, backward=partial(Hooks, pytest.fail))),  # without create_graph
+        same(differentiated(backward=partial(Hooks, pytest.fail))),  # without create_graph
     ],
     "hooks around that round": [
         lambda wrap: torch.testing.assert_close(
-            backward_under(rounding)(wrap), backward_under(nullcontext)(plain), rtol=1e-4, atol=1e-4
+            differentiated(around=rounding)(wrap), differentiated()(plain), rtol=1e-4, atol=1e-4
         )
     ],
     "hooks inside that round": [agree(region(block_with(rounding)))],
@@ -499,14 +483,14 @@ ROWS: dict[str, list[Check]] = {
         refuses(
             RematError,
             r"float64\[4, 4\] and unpacked .* let the unpack hook convert it back",
-            *(backward_under(partial(Hooks, there)) for there in OTHER_KINDS),
+            *(differentiated(around=partial(Hooks, there)) for there in OTHER_KINDS),
         )
     ],
     "a pack hook around that changes its input in place": [
         refuses(
             MutationError,
             r"pack hook .* changed a tensor, float64\[4, 4\], in place",
-            backward_under(lambda: Hooks(lambda tensor: tensor.detach().zero_())),
+            differentiated(around=lambda: Hooks(lambda tensor: tensor.detach().zero_())),
         )
     ],
     "hooks that raise": [hooks_that_raise],
@@ -517,31 +501,35 @@ ROWS: dict[str, list[Check]] = {
         agree(region(block_with(disabled)), region_in_region(block_with(disabled)), exact=False),
         agree(mapped(block_with(disabled)), region(region_in_region(block_with(disabled))(plain)), exact=False),
         same(lambda wrap: func_grad(wrap(block_with(disabled)))),
-        only_inputs_are_saved,
+        refuses(RuntimeError, "^not in my house", differentiated(block_with(disabled), save_on_cpu)),
     ],
     "`disable_saved_tensors_hooks` active only in the backward pass": [
         agree(region(block), region_in_region(block), mapped(block), backward=disabled),
         agree(region_in_region(calls_func), exact=False, backward=disabled),
     ],
     "`allow_mutation_on_saved_tensors`: a change of an argument after the region": [
-        same(changed_after(lambda out, argument: out * argument.mul_(2)))
+        same(mutating(change=lambda out, argument: out * argument.mul_(2)))
     ],
     "`allow_mutation_on_saved_tensors`: a change of a result after the region": [
-        same(changed_after(lambda outs, argument: sum(out.mul_(2).add_(argument) for out in outs), several))
+        same(mutating(several, change=lambda outs, argument: sum(out.mul_(2).add_(argument) for out in outs)))
     ],
     "`allow_mutation_on_saved_tensors`: a change inside the region of what it made": [
-        right_or_refused(changed_after(lambda out, argument: out, changes)),
-        right_or_refused(backward_under(Hooks, changes)),  # the same holds for any hooks that save a copy
+        right_or_refused(mutating(changes)),
+        right_or_refused(differentiated(changes, Hooks)),  # the same holds for any hooks that save a copy
     ],
     "`grad_fn._raw_saved_*.register_hooks` on what a region saved": [
-        refuses(RuntimeError, "whose hooks have already been set", hooks_on_what_is_saved)
+        refuses(
+            RuntimeError,
+            "whose hooks have already been set",
+            lambda wrap: wrap(block)(*leaves()).grad_fn._raw_saved_self.register_hooks(torch.clone, torch.clone),
+        )
     ],
     "`allow_mutation_on_saved_tensors`: a change of a captured tensor after the region": [
         refuses(
             MutationError,
             "captured global 'SCALED' was changed in place between",
-            changed_after(lambda out, argument: (SCALED.zero_(), out)[1], scaled),
-            changed_after(lambda out, argument: (increment_version(SCALED), out)[1], scaled),
+            mutating(scaled, change=lambda out, argument: (SCALED.zero_(), out)[1]),
+            mutating(scaled, change=lambda out, argument: (increment_version(SCALED), out)[1]),
         )
     ],
     "hooks around `torch.func.grad`": [
@@ -549,7 +537,7 @@ ROWS: dict[str, list[Check]] = {
     ],
     "hooks around `torch.vmap`": [agree(mapped(block), around=pinned), agree(mapped(block), around=hooks_in_hooks)],
     "hooks inside, under `torch.func.grad`": [
-        lambda wrap: assert_same(func_grad(wrap(block_with(Hooks))), backward_under(nullcontext)(plain)[0])
+        lambda wrap: assert_same(func_grad(wrap(block_with(Hooks))), differentiated()(plain)[0])
     ],
     "`Tensor.register_hook`": [fire_alike(on_each)],
     "`Tensor.register_hook` under `torch.func`": [
@@ -565,7 +553,7 @@ ROWS: dict[str, list[Check]] = {
         refuses(
             MutationError,
             r"argument x was changed in place between .* `\.clone\(\)`",
-            changed_after(lambda out, argument: (increment_version(argument), out)[1], around=nullcontext),
+            differentiated(change=lambda out, argument: (increment_version(argument), out)[1]),
         ),
         agree(region(lambda x, w: (increment_version(x.detach().clone()), block(x, w))[1])),
     ],
@@ -587,9 +575,9 @@ def test_the_table_in_the_docs_has_these_rows() -> None:
 
 def test_hooks_that_round_give_the_derivatives_at_the_rounded_inputs() -> None:
     rounded = [tensor.float().double().detach().requires_grad_() for tensor in leaves()]
-    assert_same(backward_under(rounding)(remat), gradients(block(*rounded), *rounded))
+    assert_same(differentiated(around=rounding)(remat), gradients(block(*rounded), *rounded))
     with pytest.raises(RecomputeMismatchError, match="saved-tensor hooks around the region that change values"):
-        backward_under(rounding)(remat(determinism_check="values"))
+        differentiated(around=rounding)(remat(determinism_check="values"))
 
 
 def packed_smaller(x: Tensor, w: Tensor) -> Tensor:
@@ -600,7 +588,8 @@ def packed_smaller(x: Tensor, w: Tensor) -> Tensor:
 def test_what_hooks_pack_is_held_and_nothing_else() -> None:
     """Beside the result: not an argument that is packed, nor what hooks compute before they return."""
     x, w = leaves()
-    assert held_bytes(remat(block), x, w) == x.nbytes
+    for fn in (block, block_with(disabled)):
+        assert held_bytes(remat(fn), x, w) == x.nbytes < held_bytes(fn, x, w)
     assert held_bytes(remat(block_with(Hooks)), x, w) == 4 * x.nbytes
     assert held_bytes(packed_smaller, x, w) == x.nbytes + x.nbytes // 4 + w.nbytes // 4
     gradients(packed_smaller(x, w), x, w)
