@@ -418,9 +418,7 @@ def test_a_region_keeps_no_casts() -> None:
 
 
 def test_the_precision_of_one_backend_is_left_alone() -> None:
-    def now() -> tuple[str, str]:
-        return torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision
-
+    now = lambda: (torch.backends.cuda.matmul.fp32_precision, torch.backends.mkldnn.matmul.fp32_precision)
     x = torch.ones(3, requires_grad=True)
     with setting(torch.set_float32_matmul_precision, "highest", torch.get_float32_matmul_precision()):
         out = remat(lambda x: x.sin().exp())(x)
