@@ -165,7 +165,6 @@ def test_backends_have_a_list_of_generators_or_functions_for_their_states(name: 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_build_of_torch_with_cuda_and_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There torch reports CUDA as its accelerator, but every query of it raises."""
-
     no_driver = mock.Mock(side_effect=RuntimeError("CUDA driver version is insufficient"))
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *args: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", no_driver)
@@ -442,7 +441,7 @@ def test_a_derivative_inside_of_autocast_is_recomputed_outside() -> None:
 
 
 PROGRAMS: dict[str, tuple[Callable, str]] = {
-    "draws": (draws, "default"),
+    "draws": (draws, "float64"),
     "regions that draw": (regions_that_draw, "default"),
     "casts": (casts, "autocast"),
     "casts without a cache": (casts, "autocast without cache"),
@@ -453,12 +452,12 @@ PROGRAMS: dict[str, tuple[Callable, str]] = {
 @every_way
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_and_generators_are_those_without_remat(name: str, take: Callable) -> None:
-    fn, setting = PROGRAMS[name]
+    fn, settings = PROGRAMS[name]
     x, results = torch.randn(2, 4, 8, requires_grad=True), []
 
     @contextmanager
     def during() -> Iterator[None]:
-        with SETTINGS[setting]():
+        with SETTINGS[settings]():
             yield
         seed(99)
 

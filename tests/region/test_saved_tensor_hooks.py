@@ -363,8 +363,7 @@ def hooked(x: Tensor, w: Tensor, on_inputs: bool) -> Tensor:
     return hidden.exp() @ w
 
 
-def under_func(on_inputs: bool) -> Check:
-    """More tests are in ``tests/functorch``."""
+def under_func(on_inputs: bool) -> Check:  # more tests are in `tests/functorch`
     return lambda wrap: func_grad(lambda x, w: wrap(hooked)(x, w.detach() * x, on_inputs) * x)
 
 
