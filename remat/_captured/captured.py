@@ -138,7 +138,7 @@ def slots(cls: Any) -> list[Any]:
     return [
         slot
         for base in cls.__mro__
-        if "__slots__" in vars(base) and not is_library(base.__module__)
+        if not is_library(base.__module__)
         for slot in vars(base).values()
         if ismemberdescriptor(slot)
     ]

@@ -470,10 +470,10 @@ def test_a_region_reads_what_was_collected(wrap: Callable) -> None:
 
 
 def test_a_user_module_may_have_the_name_of_one_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "this.py").write_text("factor = 2.0\ndef f(x): return (x * factor).sin().exp()\n")
+    (tmp_path / "this.py").write_text("sum = 2.0  # a built-in name\ndef f(x): return (x * sum).sin().exp()\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "this", raising=False)
     module = importlib.import_module("this")
-    found = by_autograd(remat(module.f), X, lambda: setattr(module, "factor", 5.0))
+    found = by_autograd(remat(module.f), X, lambda: setattr(module, "sum", 5.0))
     assert_same(found, by_autograd(lambda x: (x * 2.0).sin().exp(), X))
     del sys.modules["this"]

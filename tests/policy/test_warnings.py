@@ -224,3 +224,11 @@ def wrapped(policy: Any) -> Iterator[Callable[[Tensor], Tensor]]:
 def test_modules_that_share_a_policy_cause_one_warning(policy: Any, count: int) -> None:
     for call in wrapped(policy):
         assert len(said(backward(call, torch.ones(2, 4)), UNNAMED if policy is HIDDEN else UNMATCHED)) == count
+
+
+def test_an_operator_of_an_inner_region_that_matches_is_no_reason_for_a_warning() -> None:
+    inner = remat(lambda x: (x @ x).sin(), policy=policies.save_ops("aten.mm"))
+    outer, x = remat(lambda x: inner(x).exp().cos(), policy=EXP), rand(3, 3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.autograd.grad(outer(x).sum(), x)
