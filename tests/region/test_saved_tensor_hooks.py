@@ -37,6 +37,7 @@ from remat import (
     saved_residuals,
 )
 from remat._core import private
+from remat._region.hooks import hooks_allowed, hooks_hidden
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "saved_tensor_hooks.md"
 POLICIES = {
@@ -576,3 +577,18 @@ def test_what_hooks_pack_is_held_and_nothing_else() -> None:
     assert held_bytes(remat(block_with(Hooks)), x, w) == 4 * x.nbytes
     assert held_bytes(packed_smaller, x, w) == x.nbytes + x.nbytes // 4 + w.nbytes // 4
     gradients(packed_smaller(x, w), x, w)
+
+
+def test_hooks_are_hidden_and_lifted_only_within() -> None:
+    seen: list[Tensor] = []
+    with graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        with hooks_hidden():
+            rand(3).exp()
+        assert not seen
+        rand(3).exp()
+        assert len(seen) == 1
+    with graph.disable_saved_tensors_hooks("mine"):
+        for even_if_disabled in (True, False):
+            with hooks_allowed(even_if_disabled):
+                assert (private.hooks_disabled_message() is None) is even_if_disabled
+        assert private.hooks_disabled_message() == "mine"
