@@ -134,11 +134,11 @@ def wrapped(value: Any) -> Any:
 
 @ByClass
 def slots(cls: Any) -> list[Any]:
-    """The slots of the instances of a class, without those of library classes, which may be read-only."""
+    """The slots of the instances of a class, without those of library and extension classes, which may be read-only."""
     return [
         slot
         for base in cls.__mro__
-        if not is_library(base.__module__)
+        if "__slots__" in vars(base) and not is_library(base.__module__)
         for slot in vars(base).values()
         if ismemberdescriptor(slot)
     ]
