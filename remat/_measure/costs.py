@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
+from operator import attrgetter
 from typing import Any
 
 from .._core.amounts import aligned, flops_text, number_text, percent_text, size_text
@@ -127,8 +128,11 @@ class Costs:
 
     def beats(self, other: Costs) -> bool:
         """Whether it has a lower peak or a lower price than another one, and is not worse in either."""
-        mine, theirs = (self.peak_bytes, self.price), (other.peak_bytes, other.price)
+        mine, theirs = _peak_and_price(self), _peak_and_price(other)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs))
+
+
+_peak_and_price: Any = attrgetter("peak_bytes", "price")
 
 
 class _Meter(Origins):
@@ -241,10 +245,10 @@ class Report:
 
         Where the time was not measured, recomputed FLOPs take its place.
         """
-        plain = self.plain.peak_bytes, self.plain.price
+        plain = _peak_and_price(self.plain)
         best = [r for r in self.rows[1:] if not any(other.beats(r) for other in self.rows)]
-        found = [r for r in best if (r.peak_bytes, r.price) != plain and not self._saves_more(r)]
-        return sorted(found, key=lambda r: (r.peak_bytes, r.price))
+        found = [r for r in best if _peak_and_price(r) != plain and not self._saves_more(r)]
+        return sorted(found, key=_peak_and_price)
 
     def _saves_more(self, row: Costs) -> bool:
         """Whether a row saves more than the plain program, as where a policy saves what autograd needs otherwise."""

@@ -144,9 +144,9 @@ class Region:
                 with inputs.bound_again(operands, captured), inputs.captured.watched(), kept:
                     mode = run.mode([*operands, *captured])
                     result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
+                several = self.graded or len(self.kinds) > 1
                 # The first run refused hooks on what required grad in it; more tensors may in a recompute.
-                is_one = len(self.kinds) <= 1 and not self.graded
-                if private.GRAD in self.kinds and not is_one and RemovableHandle.next_id != first_hook:
+                if RemovableHandle.next_id != first_hook and several and private.GRAD in self.kinds:
                     raise RematError(
                         "A region under torch.func registers a hook in its recompute, in which other tensors require "
                         "grad than in its forward. Register it outside of the region, or write an autograd Function."

@@ -81,7 +81,7 @@ class Choices:
     def _keep(self, matches: list[tuple[tuple, frozenset[int]]]) -> None:
         """Drop the other matches. If the policy's own choice was the last match, it was made for another program."""
         chosen = self._policy.chosen
-        is_of_another = chosen is not None and chosen in self._matches and not matches
+        is_of_another = not matches and chosen is not None and chosen in self._matches
         if is_of_another and self._news(f"another program than that of {chosen}"):
             warn(
                 f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "
