@@ -276,12 +276,15 @@ def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tup
         raise TypeError(
             f"where= takes a class of modules, got a {type(where).__name__}: pass its class, `type(module)`."
         )
+    elif isinstance(where, str):
+        raise TypeError(
+            f"where takes no names. For modules by name write `lambda name, _: fnmatch.fnmatch(name, {where!r})`, "
+            f"for a class by name `lambda _, m: type(m).__name__ == {where!r}`."
+        )
     elif not callable(where):
         raise TypeError(
             f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
             f"submodule; got {shown(where)}."
-            + f" For a class by its name: `lambda _, m: type(m).__name__ == {where!r}`."
-            * isinstance(where, str)
         )
     elif accepts(where, "name", torch.nn.Module) is False:
         raise TypeError(

@@ -137,18 +137,14 @@ def test_maml(printed: Run) -> None:
 
 
 def test_choose_policy(printed: Run) -> None:
-    """A larger budget means less recomputation; a budget that is too small is an error."""
-    recomputed = []
-    for budget in ("9", "30"):
-        text = printed("choose_policy.py", budget)
-        assert "Identical with and without remat" in text
-        found = re.search(r"^within [\d.]+ MiB: (.*)$", text, re.MULTILINE)
-        assert found, text
-        line = next(line for line in text.splitlines() if line.startswith(found.group(1) + "  "))
-        cells = re.split(r"  +", line)
-        assert float(cells[2].split()[0]) <= float(budget)
-        recomputed.append(float(cells[3].split()[0]))
-    assert recomputed[0] > recomputed[1] == 0
+    """It takes the fastest policy that fits; a budget that is too small is an error."""
+    text = printed("choose_policy.py")
+    assert "Identical with and without remat" in text
+    rows = re.findall(r"^(policy=None|save_.*?)  +.*?iB +([\d.]+) MiB .* x ([\d.]+)", text, re.MULTILINE)
+    fitting = {label: float(time) for label, peak, time in rows if float(peak) <= 25}
+    assert len(fitting) >= 3
+    chosen = re.search(r"^within 25\.0 MiB: (.*)$", text, re.MULTILINE).group(1)
+    assert fitting[chosen] == min(fitting.values())
     with pytest.raises(SystemExit, match=r"No policy keeps a training step within 1\.0 MiB\."):
         printed("choose_policy.py", "1")
 

@@ -112,7 +112,7 @@ def test_changes_between_forward_and_backward_have_no_effect_on_that_backward(ch
 
 WRONG: list[tuple[Any, dict, type, str]] = [
     (nn.Conv2d, {}, ValueError, "chooses none of the model's modules.*Block, LayerNorm, Linear"),
-    ("blocks.*", {}, TypeError, "where must be a type.*; got 'blocks.*For a class by its name: `lambda"),
+    ("blocks.*", {}, TypeError, "where takes no names.*fnmatch.name, 'blocks.*for a class by name `lambda"),
     ((Block, "tail"), {}, TypeError, "where must be a type"),
     (lambda module: True, {}, TypeError, "with a submodule's name and the submodule, which .* doesn't accept"),
     (nn.ModuleList, {}, TypeError, "the ModuleList 'blocks' has no forward: use the modules in it"),
