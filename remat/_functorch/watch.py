@@ -74,9 +74,10 @@ class Watch(TorchFunctionMode):
     def _check(self, func: Any, args: Sequence[Any]) -> None:
         """Refuse a function that acts on one level only; note one that shows whether levels are missing."""
         kinds, level = self.region.kinds, private.current_level() or 0
+        if func in _SELECT_SCATTER and self._maps_gradients():
+            raise RematError(_WRONG_BELOW)
         if func is private.custom_function_call:
-            below = private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :]
-            if below and not args[0].generate_vmap_rule:
+            if self._maps_gradients() and not args[0].generate_vmap_rule:
                 raise RematError(_OWN_RULE.format(args[0].__name__))
             at_grad = level and level == self.level and private.current_interpreter().key().value == private.GRAD
             if at_grad and not torch.is_grad_enabled():
@@ -93,6 +94,11 @@ class Watch(TorchFunctionMode):
             func in _QUERIES and private.GRAD in kinds and self._follows_more()
         ):
             raise NeedsLevels
+
+    def _maps_gradients(self) -> bool:
+        """Whether a ``vmap`` level is below a ``grad`` level: autograd differentiates operations of ``vmap`` here."""
+        kinds = self.region.kinds
+        return private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :]
 
     def _follows_more(self) -> bool:
         """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""
@@ -171,6 +177,7 @@ _ON_ONE_LEVEL = _HOOKS | {
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 }
 _DROPOUT = {F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_}
+_SELECT_SCATTER = {torch.select_scatter, torch.Tensor.select_scatter}
 # Functions whose results depend on which tensors autograd follows.
 _QUERIES = {
     torch.autograd.grad,
@@ -201,6 +208,10 @@ _HOOK = (
 _OWN_RULE = (
     "A region under torch.func calls {}, an autograd Function with a `vmap` rule of its own, whose gradient may differ "
     "from that of the Function. Set `generate_vmap_rule = True` in its place, or call it outside of the region."
+)
+_WRONG_BELOW = (
+    "A region under `vmap(grad)` calls torch.select_scatter, which torch differentiates wrongly below `vmap`. Use "
+    "`slice_scatter`, or assign to a part of a clone."
 )
 _NO_GRAD = (
     "A region under torch.func calls {}, an autograd Function, within `torch.no_grad()`, which acts on one of the "

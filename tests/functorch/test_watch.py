@@ -200,6 +200,7 @@ ACTS: dict[str, Fn] = {
     "reads data": lambda x: (x.sin().data * x.cos()).exp(),
     "freezes": freezes,
     "rounds": lambda x: StraightThrough.apply(x.sin()) * x,
+    "scatters": lambda x: x.sin().select_scatter(x.cos().sum(), 0, 0).exp(),
 }
 NESTS: dict[str, Callable[[Wrap, Fn], Fn]] = {
     "one": lambda wrap, fn: wrap(fn),
@@ -211,8 +212,8 @@ SINGLE = ("autograd", "grad", "jacrev", "vjp")
 
 
 def may_be_refused(act: str, transform: str, nest: str) -> bool:
-    if act == "rounds":
-        return "vmap" in transform
+    if act in ("rounds", "scatters"):
+        return "vmap" in transform or transform in ("jacfwd", "hessian")  # which map too
     single = transform in SINGLE and nest != "not followed"
     # `hooks_gradient` asks for a gradient, so its level is restored above the graph.
     return not single or act in ("hooks argument", "hooks gradient")
@@ -235,7 +236,9 @@ def test_a_region_acts_on_one_level_as_without_remat_or_is_refused(act: str, tra
         try:
             found = ALL[transform](NESTS[nest](functools.partial(remat, policy=policy), fn), V)
         except RematError as error:
-            assert any(remedy in str(error) for remedy in ("outside of the region", "Use `.detach()`")), error
+            assert any(text in str(error) for text in ("outside of the region", "Use `.detach()`", "Use `slice_")), (
+                error
+            )
             assert may_be_refused(act, transform, nest), policy
         else:
             assert_same(found, expected, exact=False)
@@ -249,10 +252,11 @@ def test_a_region_acts_on_one_level_as_without_remat_or_is_refused(act: str, tra
         "hooks argument": "hook on an",
         "detaches": "Use `.detach",
         "rounds": "Set `",
+        "scatters": "Use `slice_scatter`",
     }.items(),
 )
 def test_refused_under_several_levels(act: str, text: str, transform: str) -> None:
-    if act == "rounds" and transform != "vmap(grad)":
+    if act in ("rounds", "scatters") and transform != "vmap(grad)":
         return both(lambda wrap: ALL[transform](wrap(ACTS[act]), V))
     with pytest.raises(RematError, match=text):
         ALL[transform](remat(ACTS[act]), V)
