@@ -58,6 +58,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             with own_work():
                 shared.guards.roll_back()
                 region.restart(uses_func, needs_levels)
+            if needs_levels and state.watch is not None and not state.watch.region.graded:
+                raise NeedsLevels  # levels are above the region around this one
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:

@@ -74,11 +74,7 @@ class Watch(TorchFunctionMode):
     def _check(self, func: Any, args: Sequence[Any]) -> None:
         """Refuse a function that acts on one level only; note one that shows whether levels are missing."""
         kinds, level = self.region.kinds, private.current_level() or 0
-        if func in _SELECT_SCATTER and self._maps_gradients():
-            raise RematError(_WRONG_BELOW)
         if func is private.custom_function_call:
-            if self._maps_gradients() and not args[0].generate_vmap_rule:
-                raise RematError(_OWN_RULE.format(args[0].__name__))
             at_grad = level and level == self.level and private.current_interpreter().key().value == private.GRAD
             if at_grad and not torch.is_grad_enabled():
                 raise RematError(_NO_GRAD.format(args[0].__name__))  # torch enables grad mode below this level
@@ -87,18 +83,19 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("an argument or a captured tensor"))
             if private.GRAD in kinds and not self.one_graph:
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
-        elif self.region.graded:
+        if self.region.graded:
             return
         # Dropout draws in the order of elements at a level, in that of memory below.
-        elif (func in _DROPOUT and not args[0].is_contiguous()) or (
-            func in _QUERIES and private.GRAD in kinds and self._follows_more()
+        if (
+            (func in _DROPOUT and not args[0].is_contiguous())
+            or (func in _QUERIES and private.GRAD in kinds and self._follows_more())
+            or (self._maps_otherwise(func, args) and private.VMAP in kinds)
         ):
             raise NeedsLevels
 
-    def _maps_gradients(self) -> bool:
-        """Whether a ``vmap`` level is below a ``grad`` level: autograd differentiates operations of ``vmap`` here."""
-        kinds = self.region.kinds
-        return private.VMAP in kinds and private.GRAD in kinds[kinds.index(private.VMAP) :]
+    def _maps_otherwise(self, func: Any, args: Sequence[Any]) -> bool:
+        """Whether autograd may differentiate a function otherwise below ``vmap`` than above."""
+        return func in _SELECT_SCATTER or (func is private.custom_function_call and not args[0].generate_vmap_rule)
 
     def _follows_more(self) -> bool:
         """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""
@@ -204,14 +201,6 @@ _CUT = (
 _HOOK = (
     "A region under torch.func registers a hook on {}, which would get the gradient of only one transform around "
     "it, or a part of the gradient. Register it outside of the region, or write an autograd Function."
-)
-_OWN_RULE = (
-    "A region under torch.func calls {}, an autograd Function with a `vmap` rule of its own, whose gradient may differ "
-    "from that of the Function. Set `generate_vmap_rule = True` in its place, or call it outside of the region."
-)
-_WRONG_BELOW = (
-    "A region under `vmap(grad)` calls torch.select_scatter, which torch differentiates wrongly below `vmap`. Use "
-    "`slice_scatter`, or assign to a part of a clone."
 )
 _NO_GRAD = (
     "A region under torch.func calls {}, an autograd Function, within `torch.no_grad()`, which acts on one of the "

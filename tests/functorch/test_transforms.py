@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from both import Fn, V, W, Wrap, X, Y, both, f, pulled, squares, through_autograd, vmap
 from cases import CASES, Case, assert_same, flat, rand, total
 from torch import Tensor
@@ -71,6 +72,10 @@ TRANSFORMS: dict[str, tuple[Transform, tuple[str, ...]]] = {
     ),
     "vmap": (mapped, ("vmap",)),
     "vmap(grad)": (lambda f, args: mapped(grad(loss(f), every(args)), args), ("vmap",)),
+    "vmap(grad(grad))": (
+        lambda f, args: mapped(grad(of_gradient(f, every(args)), every(args)), args),
+        ("vmap", "double"),
+    ),
     "autograd(vmap)": (lambda f, args: through_autograd(lambda *a: mapped(loss(f), a), *args), ("vmap", "jvp")),
 }
 # In these, sums have another order, or torch chooses another formula where it records the graph of the backward.
@@ -182,6 +187,13 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
         transform(wrap(lambda z: (z.exp() * 1j).abs().sum() + (z * z.conj()).real.sin().sum()))
         for z in [rand(4, grad=False, dtype=torch.complex128)]
         for transform in (lambda f: grad(f)(z), lambda f: grad(lambda z: total(grad(f)(z)))(z))
+    ],
+    "second derivatives of norms with mapped weights": lambda wrap: [
+        vmap(grad(lambda x, w: sum(map(total, grad(loss(wrap(norm)), (0, 1))(x, w))), (0, 1)))(rand(3, 5, 4), X[:3])
+        for norm in (
+            lambda x, w: F.layer_norm(x, (4,), w, w.cos()),
+            lambda x, w: F.batch_norm(x, None, None, w, w.cos(), True),
+        )
     ],
     "linearize": lambda wrap: [
         linearize(lambda x: wrap(f)(wrap(f)(x)).sin() * x, X)[1](Y),
