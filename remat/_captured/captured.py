@@ -185,6 +185,9 @@ class Captured:
             if (visit := visits[type(value)]) is not None:
                 self._queue.append((visit, value, path.attribute(name)))
 
+    def modules(self) -> list[tuple[Path, nn.Module]]:
+        return [(path, value) for visit, value, path in self._queue if visit is Captured.module]
+
     def note(self, kind: type[Variables], holder: Any, values: dict[Any, Any], whole: bool = False) -> None:
         """Record variables and their values. Objects are recorded themselves: not all references can be replaced."""
         if values or whole:

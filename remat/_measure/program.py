@@ -7,7 +7,7 @@ import inspect
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from statistics import median
 from types import MethodType
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.tensors import bytes_of, is_dense, is_differentiable, is_plain
-from .._core.trees import attributes
 from .._region.arguments import take_apart
 from .._region.guards import COPY_LARGER_BYTES
 from .._region.hooks import drop_gradient_hooks
@@ -121,7 +120,7 @@ class Program:
         self._generators = [(name, value) for name, value in captured if not isinstance(value, torch.Tensor)]
         # An attribute may still have a tensor of a transform that has ended.
         self.captured = [(n, v) for n, v in captured if isinstance(v, torch.Tensor) and not private.is_wrapped(v)]
-        self.named_modules = modules_of(fn, self.arguments.leaves)
+        self.named_modules = modules_of(fn, self.arguments.leaves, self._found)
         self.modules = ModuleNames(self.named_modules)
         self.every = not any(tensor.requires_grad for tensor in self.inputs())
         self.has_gradients = False  # whether a run without a transform has computed some
@@ -285,23 +284,19 @@ def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
     return names
 
 
-def modules_of(fn: Any, leaves: Sequence[Any] = ()) -> dict[str, nn.Module]:
-    """The modules that a function is or reads, and all modules in these, by their first path in the function."""
+def modules_of(fn: Any, leaves: Sequence[Any] = (), captured: Captured | None = None) -> dict[str, nn.Module]:
+    """The modules that a function is, gets or captures, and all modules in these, by their paths."""
     fn = fn if isinstance(fn, nn.Module) else inspect.unwrap(fn)
     while isinstance(fn, functools.partial):
         fn = fn.func
-    owner = fn.__self__ if isinstance(fn, MethodType) else fn
-    named = {"": owner} if isinstance(owner, nn.Module) else dict(attributes(owner))
-    with suppress(TypeError, ValueError):  # it is not a Python function, or has an empty cell
-        variables = inspect.getclosurevars(fn)
-        named |= {**variables.nonlocals, **variables.globals}
-    named |= {f"argument {i}": leaf for i, leaf in enumerate(leaves)}
+    top = fn.__self__ if isinstance(fn, MethodType) else fn
+    named = {id(leaf): f"argument {i}" for i, leaf in enumerate(leaves)} | {id(top): ""}
     found, seen = dict[str, nn.Module](), set[nn.Module]()
-    for name, value in named.items():
-        several = enumerate(value) if isinstance(value, (list, tuple)) else ()
-        for path, each in ((name, value), *((f"{name}.{i}", each) for i, each in several)):
-            if isinstance(each, nn.Module):
-                found.update(each.named_modules(seen, path))
+    for path, module in (captured or Captured(fn)).modules():
+        name = named.get(id(module), _readable(path).removeprefix("self."))
+        while name in found:
+            name += "'"
+        found.update(module.named_modules(seen, name))
     return found
 
 

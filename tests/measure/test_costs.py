@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,9 @@ def test_modules_of_functional_code_are_regions() -> None:
     assert saved[0] < saved[1] < report.plain.saved_bytes and report.policies[0].recomputed_flops > 0
     assert own.pareto[0] is own.as_written and str(own).count("  *\n") == 3
     assert remat.check(program, parameters, x, transform=grad, where=Block).ok
+    holder = {"a": SimpleNamespace(model=remat.nn.undo(model))}
+    for called, *args in ((lambda x: program(parameters, x), x), (lambda h, x: h["a"].model(x), holder, x)):
+        assert remat.report(called, *args, where=Block, policies=[None]).policies[0].recomputed_flops > 0
 
 
 def test_what_a_budget_minimizes_has_a_column() -> None:

@@ -152,7 +152,9 @@ def test_modules_have_the_names_that_the_function_uses(wrap: Callable) -> None:
 
     assert {"model.layers.2.norm1", None} <= modules(lambda x: model(x).sin().sin(), x)
     assert {"layers.2.norm1", "layers.0.norm2"} <= modules(model, x)
-    assert "models.0.layers.1.norm2" in modules(Trainer().loss, x)
+    assert "models[0].layers.1.norm2" in modules(Trainer().loss, x)
+    helper = lambda x: model(x)
+    assert "model.layers.1.norm2" in modules(lambda x: helper(x), x)
     assert "argument 1.layers.1.norm2" in modules(lambda x, model: model(x), x, model)
     assert modules(model.layers[0].norm1, x) == {"LayerNorm"}
     assert "LayerNorm" in modules(lambda x: Hidden.norm(x), x)
