@@ -16,6 +16,7 @@ The exit status is 1 if a row recomputes more forwards than its limit.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -107,7 +108,7 @@ CASES = (
     Transform(".backward(), save_matmuls", backward, MATMULS, 0.0),
     Transform(".backward(), torch's selective checkpoint", backward, torch_selective([MM]), 0.0),
     Transform("grad", gradient, remat, 1.0),
-    Transform("per-sample gradients", per_sample, remat, 1.0),
+    Transform("per-sample gradients of the input", per_sample, remat, 1.0),
     Transform("Hessian-vector product", hessian_product, remat, 3.0),
     Transform("Hessian-vector product, save_matmuls", hessian_product, MATMULS, 0.0),
     Transform("jvp", forward_mode, remat, 0.0),
@@ -181,7 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parse(parser, argv)
     torch.set_num_threads(1)
     keep_freed_memory()
-    rows = [measure(case, width, options.seconds, options.device) for width in options.widths for case in CASES]
+    rows = []
+    for width, case in itertools.product(options.widths, CASES):
+        print(f"width {width}: {case.name}", file=sys.stderr, flush=True)
+        rows.append(measure(case, width, options.seconds, options.device))
     if options.picture is not None:
         draw(rows, options.picture)
     return report(options, rows, table)

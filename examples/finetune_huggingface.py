@@ -25,8 +25,8 @@ WAYS = {
     "remat, save_matmuls": lambda model: remat.integrations.transformers.enable(
         model, policy=remat.policies.save_matmuls
     ),
-    "remat, budget of 0.6": lambda model: remat.integrations.transformers.enable(
-        model, budget=0.6, batch=make_inputs(0)
+    "remat, budget of 34 MiB": lambda model: remat.integrations.transformers.enable(
+        model, budget="34MiB", batch=make_inputs(0)
     ),
 }
 

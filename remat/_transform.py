@@ -113,7 +113,10 @@ def _misuse(others: dict[str, Any]) -> str:
     if in_jax := [name for name in ("prevent_cse", "static_argnums", "concrete") if name in others]:
         return f"remat doesn't need the option {in_jax[0]} of jax.checkpoint: leave it out."
     if others and "use_reentrant" not in others:
-        return f"remat has no option {next(iter(others))!r}. The arguments of the function follow: `remat(fn)(x)`."
+        return (
+            f"remat has no option {next(iter(others))!r}. It has policy, preserve_rng_state, determinism_check, "
+            f"early_stop and debug. The arguments of the function follow: `remat(fn)(x)`."
+        )
     return (
         "remat returns a function, to call with the arguments: `remat(fn)(x)`. Options are keywords: `policy=...`. For "
         "torch's own signature use remat.compat.checkpoint: `checkpoint(fn, x, use_reentrant=False)`."

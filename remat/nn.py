@@ -257,6 +257,8 @@ def _is_types(value: Any) -> bool:
 
 
 def _modules_of(model: Any) -> dict[str, torch.nn.Module]:
+    if isinstance(model, type):
+        raise TypeError(f"The model comes first, then the class: `remat.nn.apply(model, {model.__name__})`.")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
     return dict(model.named_modules())

@@ -177,7 +177,8 @@ def resolve(op: Any) -> frozenset[Op]:
     elif isinstance(found, private.HigherOrderOperator):
         ops = frozenset((found,))
     else:
-        raise PolicyError(f"save_ops takes operators such as torch.ops.aten.mm, got {op!r}.{operator_like(op)}")
+        hint = " Pass them separately." if isinstance(op, (list, tuple, set)) else operator_like(op)
+        raise PolicyError(f"save_ops takes operators such as torch.ops.aten.mm, got {op!r}.{hint}")
     if not ops:
         name = str(getattr(found, "overloadpacket", found)).replace(".", "::")
         instead = next((use for use, names in _INSTEAD.items() if name in names), _OTHERWISE)

@@ -112,7 +112,9 @@ _HAVE_WORKSPACE = {"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBac
 def describe(saved: tuple, other: tuple) -> str:
     """Describe the fingerprint of a saved tensor, with strides if they differ from ``other``'s at equal shapes."""
     dtype, shape, device, maker, _, stride, *values = saved
-    name = None if maker is type(None) else maker.__name__
+    name = maker.__name__
+    if maker is type(None):
+        name = None if other[3] is maker else "no recorded operation (such as an input)"
     metadata = str(Metadata((dtype, shape, device, name, values[0] if values else None)))
     same = stride == other[5] or shape != other[1]
     return metadata if same else f"{metadata} with strides {stride}"

@@ -186,7 +186,7 @@ def test_a_transform_recomputes_no_more_forwards_than_its_limit(
 README = {
     "`.backward()`": ".backward()",
     "`grad`": "grad",
-    "per-sample gradients, `vmap(grad)`": "per-sample gradients",
+    "per-sample gradients of the input, `vmap(grad)`": "per-sample gradients of the input",
     "Hessian-vector product, `jvp(grad)`": "Hessian-vector product",
     "gradient of the gradient's norm, `grad(grad)`": "grad of grad",
 }

@@ -155,7 +155,7 @@ def test_finetune_huggingface(printed: Run) -> None:
     text = printed("finetune_huggingface.py")
     (plain, plain_peak, loss), (nothing, peak, _), (matmuls, _, _) = (row(way, text) for way in WAYS)
     assert nothing < 0.1 * plain and nothing < matmuls < plain and peak < 0.5 * plain_peak and loss < 4
-    assert 0.5 * plain_peak < row("remat, budget of 0.6", text)[1] < 0.61 * plain_peak
+    assert 0.5 * plain_peak < row("remat, budget of 34 MiB", text)[1] <= 34
     assert "losses of 8 steps: the same to the last bit" in text
 
 

@@ -97,6 +97,8 @@ def test_undo_makes_all_calls_plain_again() -> None:
     assert kept(model) == kept(made())
     check(remat.nn.apply(model, Block), made(), ALL)
     assert kept(remat.nn.undo(remat.remat(remat.nn.apply(model, Model)))) == kept(remat.remat(model))
+    with pytest.raises(TypeError, match=r"model comes first, then the class: `remat.nn.apply\(model, Block"):
+        remat.nn.apply(Block, made())  # type: ignore[type-var]
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got <built-in"):
         remat.nn.undo(torch.sin)  # type: ignore[type-var]
 

@@ -304,6 +304,7 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
         (of_jax, r"JAX's .* Did you mean checkpoint_policies\.dots_saveable\?"),
         ([matmuls], r"combine them by `p \| q`"),
         ([3], r"save_ops takes operators such as torch\.ops\.aten\.mm, got 3"),
+        ([["aten.mm"]], "Pass them separately"),
     ],
     ids=name_of,
 )
