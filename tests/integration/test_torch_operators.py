@@ -109,7 +109,8 @@ def compared(op: Any) -> Iterator[str]:
 
 
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("start", range(0, 525, PART))
+@pytest.mark.parametrize("start", range(0, 550, PART))
 def test_operators(start: int) -> None:
-    ways = [way for op in operators()[start : start + PART] for way in compared(op)]
-    assert len(ways) > 3 * PART
+    part = operators()[start : start + PART]
+    assert part or start > 500
+    assert sum(len(list(compared(op))) for op in part) >= 3 * len(part)
