@@ -134,14 +134,9 @@ def wrapped(value: Any) -> Any:
 
 @ByClass
 def slots(cls: Any) -> list[Any]:
-    """The slots of the instances of a class, without those of library and extension classes, which may be read-only."""
-    return [
-        slot
-        for base in cls.__mro__
-        if "__slots__" in vars(base) and not is_library(base.__module__)
-        for slot in vars(base).values()
-        if ismemberdescriptor(slot)
-    ]
+    """The slots of the instances of a class, without those of classes written in C, which may be read-only."""
+    declaring = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
+    return [slot for names in declaring for slot in names.values() if ismemberdescriptor(slot)]
 
 
 _BUDGET = 100_000  # objects visited per call

@@ -120,7 +120,7 @@ class Copy:
 
     def __init__(self, source: Any, items: dict[Any, Any] | None = None) -> None:
         self.address, self.kind = id(source), type(source)
-        self.items = items  # None for a list or dict until it is visited
+        self.items: Any = items  # None for a list or dict until it is visited
         self.is_held = False  # by an object or a container. A list that isn't may be a log of the runs
         self.make: Callable[[], Any] = self.kind
         if isinstance(source, defaultdict):
@@ -191,7 +191,7 @@ class bound:
 
     def _tuple(self, old: Copy, now: Any) -> Any:
         before = list(contents(now)) if type(now) is old.kind else []
-        items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in (old.items or {}).items()]
+        items = [self._value(item, before[i] if i < len(before) else MISSING) for i, item in old.items.items()]
         if len(items) == len(before) and all(map(is_, items, before)):
             return now
         try:

@@ -296,7 +296,7 @@ class Filler(RegionHooks):
             if slot is _NO_SLOT:
                 self._check_more()
             return tensor if tensor.is_leaf else alias(tensor)
-        value = alias(tensor) if modes_that_see() else tensor.detach()
+        value = alias(tensor)
         if self.frame.streams and is_on_another(tensor.device, self.frame.streams):
             self.frame.slots.mixed = True
         now = self.look(tensor)

@@ -65,7 +65,7 @@ class Caller:
         self.w, self.me = torch.ones(2), self
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.step(x)
+        return self.step(x) * W
 
     def step(self, x: Tensor) -> Tensor:
         return uses_global(x) * self.w
@@ -106,7 +106,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: functools.partial(held_by(torch.ones(2))), ["closure variable 'held' of self.func"]),
     "generator": (lambda: held_by(torch.Generator()), ["closure variable 'held'"]),
     "slots": (Slots, ["self.w", "self._Slots__hidden"]),
-    "caller": (Caller, ["self.w"]),
+    "caller": (Caller, ["self.w", "global 'W'"]),
     "method of it": (lambda: Caller().step, ["self.w", "global 'W'"]),
     "module": (Net, NET),
     "method of a module": (lambda: Net().forward, NET),
@@ -167,8 +167,11 @@ def test_odd_objects_cause_no_error() -> None:
             raise ZeroDivisionError(name)
 
     scripted = torch.jit.script(nn.Linear(2, 2))
-    held = [Odd(), torch.ops.aten.mm, torch.ops.aten.mm.default, Slots, scripted, OrderedDict(w=W)]
-    assert paths(lambda x: held) == ["held[5]['w']"]
+    number = type("Number", (complex,), {})(1j)  # the slots of its base are read-only
+    held = [Odd(), torch.ops.aten.mm, torch.ops.aten.mm.default, Slots, scripted, number, OrderedDict(w=W)]
+    assert paths(lambda x: held) == ["held[6]['w']"]
+    with run_again(find(lambda x: held)):
+        pass
 
 
 def test_libraries_classes_and_sets_are_not_searched() -> None:
