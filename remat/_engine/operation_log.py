@@ -45,11 +45,12 @@ class OpLog(DispatchMode):
             first.recomputed = self.entries
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if facts_of(func).marks:
-            return self.ranges.mark(func, args, kwargs or {})
-        result = func(*args, **(kwargs or {}))
+            return self.ranges.mark(func, args, kwargs)
+        result = func(*args, **kwargs)
         if self in state.logs and func not in _IGNORED and not (state.unseen or self.ranges):
-            operation = Operation(_called(func, args, kwargs or {}), _describe(result), str(user_line()))
+            operation = Operation(_called(func, args, kwargs), _describe(result), str(user_line()))
             self.entries.append(operation)
             if self.first is not None:
                 self._compare(len(self.entries) - 1, operation)

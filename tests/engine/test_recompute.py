@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,15 +44,24 @@ def of_a_constant(wrap: Wrap, x: Tensor, w: Tensor) -> None:
     grad(wrap(lambda x: (x * value).view(2, 8))(x), x)
 
 
+def with_a_read(x: Tensor, w: Tensor) -> Tensor:
+    """A recompute that skips the product starts again when Python reads it."""
+    return ((x.sin() * 2).exp() * (x @ w).tolist()[0][0]).sin() + w
+
+
 STEPS: dict[str, tuple[Callable, dict[str, int]]] = {
     "up to the last saved tensor": (lambda wrap, x, w: grad(wrap(mm_chain)(x, w), (x, w)), {"mm": 2, "tanh": 2}),
     "no early stop": (lambda wrap, x, w: grad(wrap(mm_chain, early_stop=False)(x, w), (x, w)), {"mm": 3, "tanh": 2}),
     "a deleted result": (lambda wrap, x, w: grad(wrap(two)(x, w)[0], (x, w)), {"mm": 1, "tanh": 1}),
     "a gradient that isn't asked for": (lambda wrap, x, w: grad(wrap(mm_chain)(x, w), x), {"mm": 2, "tanh": 2}),
+    "a deleted result of saved products": (lambda wrap, x, w: grad(
+        wrap(two, policy=policies.save_matmuls, early_stop=False)(x, w)[1], (x, w)), {"exp": 2}),
+    "a skipped value that is read": (lambda wrap, x, w: grad(
+        wrap(with_a_read, policy=policies.save_ops("aten.sin"))(x, w), (x, w)), {"mul": 3, "exp": 2, "mm": 1}),
     "inputs": (lambda wrap, x, w: grad(wrap(lambda x: (x.view(-1) * w.view(-1))[2:])(x), (x, w)), {}),
     "captured tensors": (of_captured_tensors, {}),
     "a constant, which is copied": (of_a_constant, {"clone": 1, "equal": 1}),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -59,7 +69,7 @@ def test_only_what_the_backward_reads_is_recomputed(name: str) -> None:
     step, expected = STEPS[name]
     ours, without = count_ops(step, remat, X, W), count_ops(step, plain, X, W)
     more = {op.removeprefix("aten."): n - without[op] for op, n in ours.items() if n != without[op]}
-    assert {op: n for op, n in more.items() if op != "detach"} == expected
+    assert {op: n for op, n in more.items() if op not in {"detach", "empty_strided", "fill_"}} == expected
 
 
 def handler(caught: Any, inside: list) -> Callable:
@@ -183,10 +193,9 @@ def through_regions(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
 
 
 def of_a_captured_leaf(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
-    """A recompute reads the gradient that was cleared, and accumulates no other. Nor does it leave a second hook."""
+    """A recompute reads the gradient that was cleared, and accumulates no other."""
 
     def step(x: Tensor) -> Tensor:
-        w.register_hook(lambda g: 2 * g)
         w.square().sum().backward()
         scale, w.grad = w.grad.clone(), None
         return (x @ scale @ w).sin()
@@ -206,14 +215,14 @@ def owning(fn: Callable) -> Callable:
     return region
 
 
-@pytest.mark.parametrize("wrap", [remat, owning], ids=["remat", "owning"])
+@pytest.mark.parametrize("wrap", [remat, owning, partial(remat, policy=policies.save_matmuls)], ids=str)
 @pytest.mark.parametrize("around", [False, True], ids=["one region", "a region around"])
 @pytest.mark.parametrize("fn", INSIDE, ids=lambda fn: fn.__name__)
 def test_a_backward_pass_inside_a_region(fn: Callable, around: bool, wrap: Wrap) -> None:
     def program(wrap: Wrap) -> Any:
         x, w = rand(3, 3), rand(3, 3, seed=1)
         region = wrap(lambda x, w: fn(wrap, x, w))
-        region = wrap(lambda x, w, inner=region: inner(x, w).cos()) if around else region
+        region = wrap(lambda x, _, inner=region: inner(x, w).cos()) if around else region
         out = region(x, w)
         before = [None if t.grad is None else t.grad.clone() for t in (x, w)]
         return before, grad(out, (x, w), allow_unused=True), x.grad, w.grad
