@@ -96,11 +96,9 @@ class Saver(RegionHooks):
             self._add(None)
             return found
         base, node = origin(tensor)
-        if found is None and (base is not None or node is None or self._is_older(node)):
-            held = self._held(tensor, base, node)
-            if held is not None:
-                self._add(None)
-                return held
+        if found is None and (held := self._held(tensor, base, node)) is not None:
+            self._add(None)
+            return held
         slot = Slot(self._look(tensor))
         if node is None and not tensor.requires_grad:
             slot.watch(tensor)

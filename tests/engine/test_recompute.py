@@ -21,6 +21,7 @@ from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, pe
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
 
 X, W = rand(4, 4), rand(4, 4, seed=1)
+saving = partial(remat, policy=policies.save_matmuls)
 
 
 def mm_chain(x: Tensor, w: Tensor) -> Tensor:
@@ -153,6 +154,10 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     out, expected = remat(runs)(X, W), two(X, W)
     assert_same([grad(each, (X, W)) for each in out], [grad(each, (X, W)) for each in expected])
     assert runs.count == 3
+    x, w = rand(N, N), rand(N, N, seed=1)
+    out = saving(mm_chain)(x, w)
+    for retain in (True, False):  # the last pass alone releases what is saved
+        assert count_ops(lambda keep=retain: grad(out, (x, w), retain_graph=keep))["aten.mm"] == 6
 
 
 def test_a_batched_pass_recomputes_once() -> None:
@@ -200,9 +205,7 @@ def of_a_captured_leaf(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
         scale, w.grad = w.grad.clone(), None
         return (x @ scale @ w).sin()
 
-    y = wrap(step)(x)
-    w.grad = torch.ones_like(w)
-    return y
+    return wrap(step)(x)
 
 
 INSIDE = [without_graph, of_an_inner_leaf, of_leaves, through_regions, of_a_captured_leaf]
@@ -215,16 +218,16 @@ def owning(fn: Callable) -> Callable:
     return region
 
 
-@pytest.mark.parametrize("wrap", [remat, owning, partial(remat, policy=policies.save_matmuls)], ids=str)
+@pytest.mark.parametrize("wrap", [remat, owning, saving], ids=["remat", "owning", "saving"])
 @pytest.mark.parametrize("around", [False, True], ids=["one region", "a region around"])
 @pytest.mark.parametrize("fn", INSIDE, ids=lambda fn: fn.__name__)
 def test_a_backward_pass_inside_a_region(fn: Callable, around: bool, wrap: Wrap) -> None:
     def program(wrap: Wrap) -> Any:
         x, w = rand(3, 3), rand(3, 3, seed=1)
-        region = wrap(lambda x, w: fn(wrap, x, w))
+        region = wrap(lambda x, _: fn(wrap, x, w))
         region = wrap(lambda x, _, inner=region: inner(x, w).cos()) if around else region
         out = region(x, w)
-        before = [None if t.grad is None else t.grad.clone() for t in (x, w)]
+        before, w.grad = [None if t.grad is None else t.grad.clone() for t in (x, w)], torch.ones_like(w)
         return before, grad(out, (x, w), allow_unused=True), x.grad, w.grad
 
     assert_same(program(wrap), program(plain))
@@ -239,12 +242,12 @@ def test_a_backward_pass_inside_recomputes_no_more_than_its_part() -> None:
         seen.append(counter["aten.mm"])
         return g * h.tanh() @ W
 
-    seen: list[int] = []
-    for middle in (lambda x: x, lambda x: x * 2):
+    seen, log = list[int](), remat(f, debug=True)
+    for x, region, products in ((X, log, 3), (X + 1, log, 3), (X + 1, owning(f), 2)):
         with OpCounter() as counter:
-            out = remat(f, debug=True)(middle(X))
-        assert seen[-1] == 3  # of the first run, of the recompute, and of the gradient
-        assert_same(grad(out, (X, W)), grad(f(middle(X)), (X, W)))
+            out = region(x)
+        assert seen[-1] == products  # of the first run, of a recompute if values are missing, and of the gradient
+        assert_same(grad(out, (X, W)), grad(f(x), (X, W)))
 
 
 class ReadsTwice(torch.autograd.Function):
