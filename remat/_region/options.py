@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ContextDecorator, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
 from typing import Any, Literal, NoReturn
@@ -16,46 +16,8 @@ from .._core import private
 from .._core.state import overriding, state
 from .._policy.policy import Policy, PolicyLike, as_policy
 from .._policy.warnings import Warned
-from ..errors import RematError, shown
+from ..errors import shown
 from .fingerprints import CHECKS
-
-
-class Contexts:
-    """A pair of context managers, as ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns them.
-
-    Raises TypeError if ``pair`` is not a pair of context managers.
-    """
-
-    __slots__ = ("again", "first")
-
-    def __init__(self, pair: Any) -> None:
-        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
-        if not (is_pair and all(hasattr(type(context), "__enter__") for context in pair)):
-            raise TypeError(
-                f"context_fn must return two context managers, for the first run and for recomputes; got {pair!r}."
-            )
-        self.first: Any = pair[0]
-        self.again: Any = pair[1]
-
-    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], again: bool) -> Any:
-        """Call ``fn`` in the context for this run."""
-        context = self.again if again else self.first
-        results: list[Any] = []
-
-        def call() -> None:
-            results.append(fn(*args, **kwargs))
-
-        if isinstance(context, ContextDecorator):  # as from `@contextmanager`, which can be entered only once itself
-            context(call)()
-        else:
-            with context:
-                call()
-        if not results and not again:
-            raise RematError(
-                "The first context of context_fn suppressed an exception of the region's function, so there is no "
-                "result. Let the context propagate exceptions, and handle them around the region."
-            )
-        return results[0] if results else None
 
 
 def check_returns(fn: Any) -> None:
@@ -106,7 +68,7 @@ class Options:
     early_stop: bool = True
     debug: bool = False
     policy: Policy | None = None
-    contexts: Contexts | None = None  # the user's context managers around the runs
+    contexts: Any = None  # around the runs: the `Contexts` of `remat.compat`
     offload_inputs: bool = False  # to host memory, in plain autograd
     read_inside: bool = False  # slots own their values while the region runs, for backward passes inside it
     segments: tuple[tuple[int, int], ...] = ()  # of a `Sequential`: the ranges of its modules that are regions instead

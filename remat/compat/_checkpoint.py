@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
 from dataclasses import replace
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
@@ -15,14 +16,53 @@ from .._compile import lowering as compiled
 from .._core import private
 from .._core.known import known_of
 from .._policy.policy import PolicyLike, as_policy
-from .._region.options import Contexts, Options, check_returns, checked_options
+from .._region.options import Options, check_returns, checked_options
 from .._sequential import chain, row_of
+from ..errors import RematError
 
 _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."
 
 P = ParamSpec("P")
 R = TypeVar("R")
 TorchsCheck = Literal["default", "metadata", "values", "none"]
+
+
+class Contexts:
+    """A pair of context managers, as ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns them.
+
+    Raises TypeError if ``pair`` is not a pair of context managers.
+    """
+
+    __slots__ = ("again", "first")
+
+    def __init__(self, pair: Any) -> None:
+        is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+        if not (is_pair and all(hasattr(type(context), "__enter__") for context in pair)):
+            raise TypeError(
+                f"context_fn must return two context managers, for the first run and for recomputes; got {pair!r}."
+            )
+        self.first: Any = pair[0]
+        self.again: Any = pair[1]
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], again: bool) -> Any:
+        """Call ``fn`` in the context for this run."""
+        context = self.again if again else self.first
+        results: list[Any] = []
+
+        def call() -> None:
+            results.append(fn(*args, **kwargs))
+
+        if isinstance(context, ContextDecorator):  # as from `@contextmanager`, which can be entered only once itself
+            context(call)()
+        else:
+            with context:
+                call()
+        if not results and not again:
+            raise RematError(
+                "The first context of context_fn suppressed an exception of the region's function, so there is no "
+                "result. Let the context propagate exceptions, and handle them around the region."
+            )
+        return results[0] if results else None
 
 
 @overload

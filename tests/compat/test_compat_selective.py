@@ -245,8 +245,16 @@ def generated(name: str, log: list[str]) -> Iterator[None]:
 
 
 KINDS = [Noted, generated]
+
+
 OTHERS = row("`context_fn`, other contexts")
 NOTHING = contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("wrong", [(NOTHING, 1), (1, NOTHING), "ab"], ids=["1+3", "3+1", "ab"])
+def test_what_is_not_a_pair_of_contexts_is_an_error(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="context_fn must return two context managers, for the first run and for rec"):
+        checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=lambda: wrong)
 
 
 def in_contexts(module: Any, first: Any, again: Any, fn: Callable = deep, **options: Any) -> Callable:

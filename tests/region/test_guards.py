@@ -17,7 +17,6 @@ from remat_functions import plain
 from torch import Tensor, nn
 
 from remat import MutationError, policies, remat
-from remat.compat import checkpoint
 
 Wrap = Callable[..., Callable]
 
@@ -271,12 +270,6 @@ def test_state_that_changes_is_as_it_was_in_a_recompute_and_changes_once(name: s
         torch.manual_seed(0)
         results.append(PROGRAMS[name](each))
     assert_same(*results)
-
-
-@pytest.mark.parametrize("wrong", [(nullcontext(), 1), (1, nullcontext()), "ab"], ids=["1+3", "3+1", "ab"])
-def test_what_is_not_a_pair_of_contexts_is_an_error(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="context_fn must return two context managers, for the first run and for rec"):
-        checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=lambda: wrong)
 
 
 inferred = torch.inference_mode()(lambda: torch.ones(3))  # it has no version counter, but a checksum
