@@ -90,8 +90,6 @@ class Call:
             return outs
         if fits and not region.uses_func:
             self.tape = Tape(region, inputs, outs)
-        elif root.record is not None:
-            root.record.keep_all()
         return list(map(detached, outs))
 
     def _first_under_hooks(self, region: Any, inputs: Tensors) -> list:

@@ -33,7 +33,6 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, region: Any, plain_too: bool, recorded: bool) -> None:
         """``plain_too``: a ``grad`` level is above. ``recorded``: autograd or forward mode differentiates below."""
-        super().__init__()
         self.region, self.plain_too = region, plain_too
         self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
         self.inputs: set[int] = set()
@@ -147,9 +146,7 @@ class Watch(TorchFunctionMode):
 
     def check_captured(self) -> None:
         """Check that the run, which has ended, has read no captured tensor that isn't an operand."""
-        if alive := self._alive_suspects():
-            wait_for_backward_threads(alive)
-            del alive
+        wait_for_backward_threads(self._alive_suspects())
         if alive := self._alive_suspects():
             raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)))
 

@@ -70,6 +70,6 @@ class Around:
         if self.hooks is not None and len(captured_inputs):
             in_region, takes_all = self.region is not None, getattr(self.owner, "takes_all", False)
             # An outer region refers to a parameter without packing it, as it has not made it.
-            stay = [t is None or (t.is_leaf and (t.requires_grad or not in_region)) for t in captured_inputs.tensors]
+            stay = [t.is_leaf and (t.requires_grad or not in_region) for t in captured_inputs.tensors]
             each = [i for i, stays in enumerate(stay) if takes_all or not stays]
             captured_inputs.hand_over(self.hooks, each, in_region)

@@ -317,7 +317,6 @@ class Stale(TorchFunctionMode):
     """Raises an error if a recompute reads a captured tensor that was changed since, with the message for its id."""
 
     def __init__(self, messages: Mapping[int, str]) -> None:
-        super().__init__()
         self.messages = messages
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -76,10 +76,6 @@ class Record:
         self.saved_values.close(used, results)
         self._wanted += needed
 
-    def keep_all(self) -> None:
-        """Own the residuals that only slots own so far, before the slots are freed."""
-        self.saved_values.own(self._wanted)
-
     def in_backward(self) -> None:
         """Give the warning about unmatched operators, as a backward pass has begun."""
         if self._unmatched is not None:

@@ -308,12 +308,6 @@ class SavedValues:
         """Release the residual of a value, such as one that the last recompute has restored, unless a slot owns it."""
         self._owned.pop(value, None)
 
-    def own(self, values: Collection[int]) -> None:
-        """Own the residuals of these values, which only slots own so far, before the slots are freed."""
-        for value in values:
-            if (residual := self.residual(value)) is not None:
-                self._owned[value] = residual
-
     @property
     def nbytes(self) -> int:
         """The bytes on the device of the residuals that a recompute needs."""
