@@ -66,8 +66,7 @@ def test_what_exists_without_the_region_takes_no_memory_and_no_recompute() -> No
     for region in (remat(fn), remat(remat(fn))):
         assert held_bytes(region, x) == KB  # the result
     assert count_ops(lambda: grad(remat(lambda x: x.t() * w[:])(x), x))["aten.mul"] == 1 + 1
-    constant = w.detach()
-    hidden = {constant}
+    hidden = {constant := w.detach()}
     for held in (lambda: constant, lambda: next(iter(hidden))):  # the search finds the first one only
         out = remat(lambda x: x * held())(x)
         constant.add_(1)

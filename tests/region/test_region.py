@@ -124,7 +124,6 @@ def nested(f: Callable, x: Tensor) -> Callable:
 
 def under_settings(f: Callable, x: Tensor) -> Callable:
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.device("cpu"):
-        MODULE[0](x)  # autocast keeps the casts of its parameters, but not for a region
         differentiate = by_autograd(f, x)
 
     def backward() -> Any:
@@ -309,6 +308,14 @@ def test_is_recomputing() -> None:
     by_autograd(remat(fn), rand(3))()
     torch.func.grad(lambda x: remat(fn)(x).sum())(torch.randn(3))
     assert seen == [False, False, False, True] * 2 and not is_recomputing()
+
+
+def test_a_region_makes_its_own_casts() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        MODULE[0](x)  # autocast keeps the casts
+        loss = remat(lambda x: MODULE[0](x).sin(), debug=True)(x).sum()
+    loss.backward()  # no operation is missing in the log
 
 
 def test_under_disable_remat_regions_are_plain_calls() -> None:
