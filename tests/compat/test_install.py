@@ -37,7 +37,7 @@ def put_back() -> Iterator[None]:
 
 
 @pytest.fixture
-def library(request: pytest.FixtureRequest) -> Iterator[Any]:
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A module that has imported torch's function, and has a unique name."""
     name = f"a_library_of_{id(request.node)}"  # for one name Dynamo keeps using the first module
     module: Any = types.ModuleType(name)
@@ -47,9 +47,9 @@ def library(request: pytest.FixtureRequest) -> Iterator[Any]:
         "def by_attribute(f, *args, **kwargs): return torch.utils.checkpoint.checkpoint(f, *args, **kwargs)\n",
         vars(module),
     )
-    sys.modules[name] = module
-    yield module
-    del sys.modules[name]
+    monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, f"{name}.blocked", None)  # a module that can't be imported
+    return module
 
 
 def f(x: Tensor) -> Tensor:

@@ -81,8 +81,10 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "negative": lambda y: torch.complex(y, y).conj().imag,
     "expanded": lambda y: y[:1].expand(3, 3),
     "empty": lambda y: y[:0],
+    "of a Function made in each run": lambda y: type("Own", (torch.autograd.Function,), {
+        "forward": staticmethod(lambda ctx, y: y.clone()), "backward": staticmethod(lambda ctx, g: g)}).apply(y),
     "sparse": lambda y: torch.sparse.mm((y.detach() * 2).to_sparse(), y),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("check", ["metadata", "values"])
