@@ -92,21 +92,6 @@ def test_the_same_numbers_inside_and_the_next_ones_after_it(draw: Callable, arou
         assert draw() == expected
 
 
-def test_states_are_restored_in_each_other() -> None:
-    g, h = torch.Generator().manual_seed(1), torch.Generator().manual_seed(2)
-    draw = lambda: (draw_all(), torch.rand(3, generator=g).tolist())
-    outer, first = capture(iter([g]), devices=iter([CPU])), draw()
-    inner, second = capture([g]), draw()
-    expected, other = following(capture([g]), draw), h.get_state()
-    with outer.restored():
-        assert draw() == first
-        with inner.restored(), outer.restored(), inner.restored():
-            assert draw() == second
-            torch.rand(1, generator=h)
-        assert draw() == second  # the numbers that follow the first ones
-    assert draw() == expected and not torch.equal(h.get_state(), other)  # which nobody has named
-
-
 def test_only_generators_of_torch_count_as_moved() -> None:
     ambient = capture()
     random.random(), np.random.rand()

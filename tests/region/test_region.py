@@ -63,10 +63,12 @@ def test_a_result_that_differs_is_named(name: str) -> None:
         assert str(raised.value).partition("\nThe region is ")[2].startswith(f"<lambda> called at {__file__}:")
 
 
-def test_an_error_in_nested_regions_names_the_inner_one_once() -> None:
-    inner = remat(lambda h: h.add_(1).sin())
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_error_in_nested_regions_names_the_inner_one_once(debug: bool) -> None:
+    inner = remat(lambda h: h.add_(1).sin(), debug=debug)
     with pytest.raises(MutationError) as raised:
-        remat(lambda x: inner(x * 1).exp().sin())(rand(3))
+        remat(lambda x: inner(x * 1).exp().sin(), debug=debug)(rand(3))
+    assert (raised.traceback[-1].path.name == "guards.py") is debug  # else without frames of the package
     _, *regions = str(raised.value).split("\nThe region is ")
     assert regions == [f"{raised.value.region}."]
 
