@@ -152,7 +152,7 @@ class Frame:
             alive = slots.alive()
             if running is None:
                 alive = [slot if slot is wanted else None for slot in alive]
-            elif self.policy is not None:
+            else:
                 alive = [None if slot and slot.residual else slot for slot in alive]
             once = running is not None and not private.graph_task_keeps_graph() and current_group() is None
             filler = Filler(self, alive, to_the_end, once and self._is_last())
