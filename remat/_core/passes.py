@@ -86,7 +86,7 @@ def current_group() -> PassGroup | None:
     """The passes in the scope of the current ``GraphExecGroup``; None outside of one."""
     if (scope := private.graph_exec_group()) is None:
         return None
-    return _groups.get(scope) or _groups.setdefault(scope, PassGroup())
+    return _groups.setdefault(scope, PassGroup())
 
 
 def current_scope() -> Pass | None:
