@@ -319,7 +319,7 @@ class Filler(RegionHooks):
         return self.pack(tensor)
 
     def _check_more(self) -> None:
-        if self.stopped or self.frame.open:  # the first run has come no further
+        if self.stopped or (self.frame.open and self.to_the_end):  # the first run has come no further
             self._stop()
         if self.check != "none":
             expected = f"The region saved {len(self.slots)} tensors for its backward in the forward"
@@ -351,6 +351,7 @@ class Filler(RegionHooks):
 
     def _stop(self) -> None:
         self.stopped = True
+        self.rest = iter(())
         raise Stop
 
     def _check_end(self, result: Any, log: Any) -> None:

@@ -293,10 +293,11 @@ def modules_of(fn: Any, leaves: Sequence[Any] = (), captured: Captured | None = 
     named = {id(leaf): f"argument {i}" for i, leaf in enumerate(leaves)} | {id(top): ""}
     found, seen = dict[str, nn.Module](), set[nn.Module]()
     for path, module in (captured or Captured(fn)).modules():
-        name = named.get(id(module), _readable(path).removeprefix("self."))
-        while name in found:
-            name += "'"
-        found.update(module.named_modules(seen, name))
+        if id(module) in named or not isinstance(top, nn.Module):  # in a module only those that it registers
+            name = named.get(id(module), _readable(path).removeprefix("self."))
+            while name in found:
+                name += "'"
+            found.update(module.named_modules(seen, name))
     return found
 
 

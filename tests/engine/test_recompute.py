@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from without import KB, N, Wrap, grad, plain
 
 from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, peak_bytes
-from remat import is_recomputing, policies, remat
+from remat import RecomputeMismatchError, is_recomputing, policies, remat
 
 X, W = rand(4, 4), rand(4, 4, seed=1)
 saving = partial(remat, policy=policies.save_matmuls)
@@ -384,3 +384,10 @@ def test_a_tensor_that_autograd_saves_before_it_is_filled() -> None:
         return grad(out, x)[0] + 0 * len(junk)
 
     assert torch.equal(grads(plain), grads(remat))
+
+
+def test_a_recompute_to_the_end_may_save_no_more_tensors() -> None:
+    fn = lambda x: F.rrelu(x * 1.5, training=True).exp() if is_recomputing() else F.rrelu(x * 1.5, training=True)
+    x = rand(100).requires_grad_()
+    with pytest.raises(RecomputeMismatchError, match="and one more in the recompute"):
+        grad(remat(fn)(x), x)
