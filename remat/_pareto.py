@@ -70,7 +70,7 @@ class Curve:
         """
         budget = Budget(amount, self.cost)
         most = budget.nbytes(self.whole)
-        best = min((p for p in self.points if p.nbytes <= most), key=lambda point: (point.cost, point.nbytes))
+        *_, best = (point for point in self.points if point.nbytes <= most)
         return Budget(most, self.cost, Chosen(self.operators, best.steps))
 
     def __str__(self) -> str:

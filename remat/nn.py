@@ -13,11 +13,10 @@ from ._core.lines import accepts, warn
 from ._measure.program import FROZEN, Program, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
-from ._planning.blocks import BlockBudget, BlockChoice, chosen_by_budget
-from ._planning.plan import Plan, RegionPlan, loaded
+from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, PolicyLike
-from ._region.options import DeterminismCheck, checked_options
+from ._region.options import DeterminismCheck, Options, checked_options
 from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget", "every", "load", "undo"]
@@ -167,7 +166,7 @@ def budget(
             "remat.nn.budget takes the model, the amount, and the arguments of the model: "
             "`remat.nn.budget(model, '8GiB', *batch)`. Other options are keywords: `where=Block`."
         )
-    Budget("100%" if amount is None else amount, cost)
+    policy = Budget("100%" if amount is None else amount, cost)
     if not (args or kwargs) and accepts(getattr(model, "forward", model)) is False:
         raise TypeError(
             f"{type(model).__name__} needs arguments: give a batch, as in `remat.nn.budget(model, '8GiB', *batch)`."
@@ -178,7 +177,12 @@ def budget(
     if program.is_frozen:
         warn(FROZEN)
     if where is not None:
-        return chosen_by_budget(program, chosen_modules(program.named_modules, where), Budget(amount, cost))
+        chosen = chosen_modules(program.named_modules, where)
+        blocks = BlockBudget(**vars(plan_for(program, amount, cost, only=[module for _, module in chosen])))
+        found = blocks.options()
+        for name, module in chosen:
+            change_in_place(module, found.get(name) or Options(policy=policy, name=name))  # it may not have been called
+        return blocks
     if not isinstance(more_batches, (list, tuple)) or not all(isinstance(each, (tuple, dict)) for each in more_batches):
         raise TypeError("more_batches is a list of tuples or dicts of arguments: `more_batches=[(x,)]`.")
     more = [((), each) if isinstance(each, dict) else (each, {}) for each in more_batches]

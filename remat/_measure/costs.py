@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
 from .._core.amounts import aligned, flops_text, number_text, percent_text, size_text
-from .._core.devices import wait_for_backward_threads
 from .._core.facts import facts_of, flops
 from .._selective.search import UNITS, cost_of
-from .allocated import with_statistics
+from .allocated import Allocated, with_statistics
 from .observer import gc_disabled
 from .origins import ModuleNames, Origins, SavedResidual, grouped
 from .program import Program, Way
@@ -164,8 +163,9 @@ def measured(
     program: Program, label: str, way: Way, plain: Costs | None = None, policy: Any = None, objective: Any = None
 ) -> Costs:
     """Run the program one way. ``plain`` are its costs without rematerialization; ``objective`` is that of a budget."""
-    meter = _Meter(program.modules, objective)
-    with program.preserved(), way.context(), gc_disabled(), _device_peak(program) as peaks, meter:
+    meter, tensors = _Meter(program.modules, objective), program.inputs()
+    allocated = Allocated(tensors) if with_statistics(tensors) else None
+    with program.preserved(), way.context(), gc_disabled(), allocated or nullcontext(), meter:
         program.run(way.fn, meter.at_end_of_forward)
     return Costs(
         label=label,
@@ -177,24 +177,9 @@ def measured(
         timeline=tuple(meter.timeline),
         forward_operations=meter.forward,
         residuals=tuple(sorted(meter.residuals, key=lambda row: (-row.nbytes, row.source))),
-        device_peak_bytes=sum(peaks) if peaks else None,
+        device_peak_bytes=None if allocated is None else allocated.peak,
         cost=meter.cost,
     )
-
-
-@contextmanager
-def _device_peak(program: Program) -> Iterator[list[int]]:
-    """Yield a list that holds afterwards the peak of each device's allocator."""
-    devices = with_statistics(program.inputs())
-    wait_for_backward_threads(program.inputs())  # they may still hold what an earlier pass has used
-    for device in devices:
-        device.synchronize()
-        device.reset_peak_memory_stats()
-    before, peaks = [device.memory_allocated() for device in devices], list[int]()
-    yield peaks
-    for device, start in zip(devices, before):
-        device.synchronize()
-        peaks.append(device.max_memory_allocated() - start)
 
 
 def distinct(rows: Sequence[Costs]) -> list[Costs]:

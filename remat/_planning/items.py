@@ -63,13 +63,19 @@ class Item:
         bare: the most bytes that its forward needs if it keeps only its arguments.
         key: equal for calls that do the same.
         items: the chain inside of its call.
-        options: how it can run, without those in which regions are inside of it.
+        plain: how it runs as it is; empty if items are inside of it, whose options say so.
+        regions: how it can run as a region without regions inside of it.
+        operators: the names of its operations, if it can be a region.
+        options: those of ``plain`` and ``regions`` that the search tries.
     """
 
     call: Call | None
     start: int
     end: int
     items: list[Item] = field(default_factory=list)
+    plain: list[Option] = field(default_factory=list)
+    regions: list[Option] = field(default_factory=list)
+    operators: tuple[str, ...] = ()
     options: list[Option] = field(default_factory=list)
     work: Work = NO_WORK
     keep: int = 0
@@ -202,7 +208,7 @@ class _Lifetimes:
             forward = max(item.keep, _most(spans, item))
             backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
             ends = self._work(first, self._index(self._saved_times[j - 1]) if j > i else first)
-            item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
+            item.plain = item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
         module = item.call.module if item.call else None
         parameters = tuple((p.nbytes, p.requires_grad) for p in (module.parameters() if module is not None else ()))
         shapes = tuple((memory.nbytes, memory.has_gradient) for memory in arguments)

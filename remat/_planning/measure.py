@@ -36,12 +36,13 @@ class Needs(NamedTuple):
     backward: int
 
 
-class Measured:
+class Measured(NamedTuple):
     """What one call can save as a region: its choices, by increasing bytes, and what those at the ends need."""
 
-    def __init__(self, tradeoff: Tradeoff, choices: Sequence[Choice], least: Needs, most: Needs) -> None:
-        self.operators, self._results, self._nothing = tradeoff.operators, tradeoff.results, tradeoff.nothing
-        self._choices, self._least, self._most = choices, least, most
+    tradeoff: Tradeoff
+    choices: Sequence[Choice]  # some of the tradeoff's
+    least: Needs
+    most: Needs
 
     def options(self, item: Item, only_least: bool = False) -> list[Option]:
         """Return the options of an item that does what this call does, or only to save nothing."""
@@ -50,12 +51,11 @@ class Measured:
         others = max(0, item.call.nbytes - item.given)
         # Results that nothing after it keeps.
         results = sum(memory.nbytes for memory in item.call.results if memory.kept < item.end)
-        least, most, found = self._least, self._most, []
-        saves_results = results and not self._results.isdisjoint(self._choices[0].steps)
-        choices = [self._nothing, *self._choices] if saves_results else self._choices
-        for choice in [self._nothing] if only_least else choices:
-            more = choice.nbytes - self._choices[0].nbytes
-            kept = 0 if self._results.isdisjoint(choice.steps) else results
+        (tradeoff, choices, least, most), found = self, []
+        nothing = [tradeoff.nothing] if results and not tradeoff.results.isdisjoint(choices[0].steps) else []
+        for choice in [tradeoff.nothing] if only_least else [*nothing, *choices]:
+            more = choice.nbytes - choices[0].nbytes
+            kept = 0 if tradeoff.results.isdisjoint(choice.steps) else results
             # A choice between the two that were run needs no more than either of them allows.
             forward = min(least.forward + more, max(least.forward, most.forward))
             backward = max(least.backward, most.backward) if more else least.backward

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -18,6 +18,7 @@ from .._modules.eligible import check_module
 from .._modules.region_class import change_back, change_in_place
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
+from .._selective.search import best_of
 from ..errors import RematError, shown
 
 _FORMAT = 2
@@ -148,10 +149,7 @@ class Plan:
         """
         points = [("without remat", 0, self.without), ("this plan", self.flops, self.peak)]
         points += [(row.label, row.recomputed_flops, row.peak_bytes) for row in (report.policies if report else ())]
-        best = [
-            (flops, peak) for i, (peak, flops) in enumerate(self.curve) if all(flops < f for _, f in self.curve[:i])
-        ]
-        return plot_peaks(axes, points, best)
+        return plot_peaks(axes, points, [(flops, peak) for peak, flops in best_of(self.curve)])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a file, as JSON, for :func:`remat.nn.load`.
@@ -197,6 +195,43 @@ class Plan:
             change_back(module)
         for name, options in self.options().items():
             change_in_place(named[name], options)
+
+
+class BlockChoice(NamedTuple):
+    """What one block saves and recomputes: its name, saved bytes, cost, recomputed FLOPs, and saved operations."""
+
+    name: str
+    nbytes: int
+    cost: float
+    flops: int
+    operators: tuple[str, ...]
+
+
+@dataclass(frozen=True, repr=False)
+class BlockBudget(Plan):
+    """What :func:`remat.nn.budget` has chosen for blocks: a plan in which each of them is a region."""
+
+    @property
+    def least(self) -> int:
+        """The peak of a step if the blocks save nothing, as predicted."""
+        return self.curve[0][0]
+
+    @property
+    def blocks(self) -> tuple[BlockChoice, ...]:
+        """What each block saves."""
+        saved = [tuple(region.operators[i] for i in region.steps) for region in self.regions]
+        return tuple(BlockChoice(r.name, r.nbytes, r.cost, r.flops, each) for r, each in zip(self.regions, saved))
+
+    def __str__(self) -> str:
+        rows = [(b.name, size_text(b.nbytes), flops_text(b.flops), f"{len(b.operators)}") for b in self.blocks]
+        head = ("block", "saves", "recomputes", "operations saved")
+        peak = (
+            f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
+            f"{size_text(self.least)} if nothing is saved"
+        )
+        return "\n".join([*aligned([head, *rows], "<"), peak])
+
+    __repr__ = __str__
 
 
 def loaded(path: str | os.PathLike[str]) -> Plan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -77,9 +77,6 @@ class _Planner:
             without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
         self.without = _agreed(without)  # the peak without regions
         self._measured: set[tuple] = set()  # the keys of calls that have run alone
-        self._operators: dict[tuple, tuple[str, ...]] = {}  # of those that can be regions
-        self._as_it_is = {id(item): item.options for item in self._every}
-        self._as_regions: dict[int, list[Option]] = {}  # the options of items that were measured
 
     def measure(self, amount: int) -> bool:
         """Run each distinct call alone, unless it would need more than the amount. Return whether it ran any."""
@@ -98,8 +95,8 @@ class _Planner:
         for item in self._every:
             measured = measuring.found.get(item.key) if item.call else None
             if measured is not None:
-                self._operators[item.key] = measured.operators
-                self._as_regions[id(item)] = measured.options(item, self._candidates.is_shared(item.call))
+                item.operators = measured.tradeoff.operators
+                item.regions = measured.options(item, self._candidates.is_shared(item.call))
             elif item.call and item.key in measuring.failures:
                 self._candidates.passed_over[self._name(item)] = measuring.failures[item.key]
         return bool(items)
@@ -107,11 +104,10 @@ class _Planner:
     def _with_options(self, shared: bool) -> list[Item]:
         """The items with the options of regions; calls of one module are all regions if ``shared``, or none."""
         for item in self._every:
-            own, regions = self._as_it_is[id(item)], self._as_regions.get(id(item), [])
-            if self._candidates.is_shared(item.call):
-                item.options = regions if regions and (shared or not self._is_free) else own
-            else:
-                item.options = own + regions if self._is_free or not regions else regions
+            is_shared = self._candidates.is_shared(item.call)
+            regions = item.regions if shared or not (is_shared and self._is_free) else []
+            may_be_plain = not regions or (self._is_free and not is_shared)
+            item.options = [*(item.plain if may_be_plain else []), *regions]
         return self._items
 
     def _name(self, item: Item) -> str:
@@ -203,21 +199,24 @@ class _Planner:
         if option is None:
             cost, flops = (sum(each) for each in zip(*(call.work for call in calls)))
             return RegionPlan(name, kind, children, True, 0, cost, int(flops), (), ())
-        operators, steps = self._operators[calls[0].key], tuple(sorted(option.steps or ()))
-        return RegionPlan(name, kind, None, False, option.nbytes, *option.recompute, operators, steps)
+        steps = tuple(sorted(option.steps or ()))
+        return RegionPlan(name, kind, None, False, option.nbytes, *option.recompute, calls[0].operators, steps)
 
     def _peak(self, planned: Sequence[RegionPlan], others: Sequence[Program]) -> int:
         """Measure the peak of a step, the highest one of these programs."""
-        named, memories = self._program.named_modules, list[Allocated]()
+        named, peak = self._program.named_modules, 0
         with regions({named[name]: options for name, options in options_of(planned, self._cost).items()}):
             for program in (self._program, *others):
                 torch.clear_autocast_cache()  # of the run before
                 torch.rand(())  # regions copy the state of a generator that has drawn since, as in a first step
                 with nullcontext() if program is self._program else program.preserved():
-                    with Allocated(program.inputs()) as memory, suppress(torch.OutOfMemoryError):
-                        program.run(program.fn)
-                        memories.append(memory)
-        return max(each.peak for each in memories) if len(memories) == 1 + len(others) else _TOO_MUCH
+                    try:
+                        with Allocated(program.inputs()) as memory:
+                            program.run(program.fn)
+                        peak = max(peak, memory.peak)
+                    except torch.OutOfMemoryError:
+                        peak = _TOO_MUCH
+        return peak
 
     def _too_little(self, amount: int, least: int, item: Item, in_backward: bool) -> str:
         choice = "whichever of its modules are regions" if self._is_free else "even if the chosen modules save nothing"

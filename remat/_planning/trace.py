@@ -6,7 +6,6 @@ Hooks drop what autograd saves, so the forward takes the memory of inference. Ti
 from __future__ import annotations
 
 import math
-import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ from .._core import private, trees
 from .._core.facts import facts_of, flops
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
-from .._measure.observer import Observer, strided
+from .._measure.observer import PeakMemory, strided
 from .._modules.region_class import is_sequence
 from .._selective.search import cost_of
 from ..errors import RematError
@@ -29,10 +28,6 @@ from ..errors import RematError
 class Memory:
     """A storage that the forward makes, with the tensor's shape, and the operation and the call that make it."""
 
-    __slots__ = (
-        "before_last", "by", "freed", "has_gradient", "kept", "last", "made", "nbytes", "ref", "shape", "whole",
-    )  # fmt: skip
-
     def __init__(self, storage: torch.UntypedStorage, shape: tuple[int, ...], by: tuple[Any, Call], now: int) -> None:
         self.nbytes, self.shape, self.by = storage.nbytes(), shape, by
         self.made = self.last = self.before_last = now  # and the times of its last two reads
@@ -40,7 +35,6 @@ class Memory:
         self.kept = math.inf  # the end of what keeps it for the backward: an operation, or a call that gets it
         self.has_gradient = False
         self.whole: Memory | None = None  # it was concatenated to this one, whose gradient has its own as a part
-        self.ref: Any = None
 
     def gradient_at(self, now: float) -> Memory:
         """The memory of its gradient when the backward is at this time."""
@@ -49,8 +43,6 @@ class Memory:
 
 class Operation:
     """An operation with its costs, and what it reads and makes."""
-
-    __slots__ = ("backward_kernel", "cost", "flops", "key", "made", "reads", "time")
 
     def __init__(self, time: int, flops: int, cost: float) -> None:
         self.time, self.flops, self.cost = time, flops, cost
@@ -76,7 +68,7 @@ class Call:
         self.is_differentiated = False
 
 
-class Trace(Observer):
+class Trace(PeakMemory):
     """What one forward does."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], cost: Any) -> None:
@@ -109,11 +101,10 @@ class Trace(Observer):
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         now, cost = self._tick(), cost_of(self._cost, facts_of(func), args, kwargs, result)
-        operation = Operation(now, flops(func, args, kwargs, result), cost)
-        known, has_gradient = set(), False
+        operation, has_gradient = Operation(now, flops(func, args, kwargs, result), cost), False
+        self.operations.append(operation)
         for storage, tensor in strided((args, kwargs)):
             key = id(storage)
-            known.add(key)
             has_gradient |= tensor.requires_grad
             if key in self._parameters:
                 self._reads[key] = now
@@ -122,24 +113,25 @@ class Trace(Observer):
                     memory.before_last, memory.last = memory.last, now
                 operation.reads.append(memory)
         has_gradient &= torch.is_grad_enabled() and not facts_of(func).reads_nothing
+        super().after(func, args, kwargs, result)
         for storage, tensor in strided(result):
-            key, differentiable = id(storage), has_gradient and is_differentiable(tensor)
-            memory = self._alive.get(key)
-            if memory is not None:
-                memory.has_gradient |= differentiable
-            elif key not in known:
-                memory = self._alive[key] = Memory(storage, tuple(tensor.shape), (func, self._calls[-1]), now)
-                memory.has_gradient = differentiable
-                memory.ref = weakref.ref(storage, self._freed(key, memory))
-                self.memory.append(memory)
-                operation.made.append(memory)
+            if (memory := self._alive.get(id(storage))) is not None:
+                memory.has_gradient |= has_gradient and is_differentiable(tensor)
         if func in _CONCATENATIONS and operation.made:
             for memory in operation.reads:
                 memory.whole = operation.made[0]
         if func is _CONVOLUTION and has_gradient:
             operation.backward_kernel = self._kernel_of_convolution(args, result)
         operation.key = func, operation.flops, tuple(memory.nbytes for memory in operation.made)
-        self.operations.append(operation)
+
+    def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
+        memory = self._alive[id(storage)] = Memory(storage, tuple(tensor.shape), (func, self._calls[-1]), self._now)
+        self.memory.append(memory)
+        self.operations[-1].made.append(memory)
+
+    def _freed(self, key: int, ref: Any) -> None:
+        super()._freed(key, ref)
+        self._alive.pop(key).freed = self._now
 
     def _kernel_of_convolution(self, args: tuple, result: torch.Tensor) -> int:
         """Run the backward of a convolution, and return the bytes that its kernel takes beside the gradients."""
@@ -154,14 +146,6 @@ class Trace(Observer):
             nbytes = sum(t.nbytes for t, is_needed in zip(found, needed) if is_needed)
             self._kernels[key] = max(0, memory.peak - nbytes)
         return self._kernels[key]
-
-    def _freed(self, key: int, memory: Memory) -> Any:
-        def freed(_: Any) -> None:
-            memory.freed = self._now
-            if self._alive.get(key) is memory:
-                del self._alive[key]
-
-        return freed
 
     def _drop(self, tensor: torch.Tensor) -> None:
         if (memory := self.memory_of(tensor)) is not None:

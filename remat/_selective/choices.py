@@ -43,7 +43,8 @@ class Tradeoff(NamedTuple):
     def choice(self, policy: Budget) -> Choice:
         """Return the choice with the least cost within this budget."""
         most = policy.nbytes(self.whole)
-        return min((each for each in self.options if each.nbytes <= most), key=lambda each: (each.cost, each.nbytes))
+        *_, best = (each for each in self.options if each.nbytes <= most)
+        return best
 
 
 class Choices:
@@ -144,5 +145,4 @@ def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[
     runs = program.plan(missing, end, saved).run
     nbytes = sum(problem.sizes[value] for value in saved)
     cost, count = (sum(each[number] for number in sorted(runs)) for each in (problem.costs, flops))
-    beside = nbytes - sum(problem.sizes[value] for value in owned)
-    return Choice(nbytes, cost, choice.steps, int(count), beside)
+    return Choice(nbytes, cost, choice.steps, int(count))

@@ -119,7 +119,6 @@ class Choice(NamedTuple):
     cost: float
     steps: frozenset[int]
     flops: int = 0
-    beside: int = 0  # of the bytes, those of values that autograd did not save: they add to a full recompute's peak
 
 
 class Problem(NamedTuple):
@@ -146,26 +145,17 @@ _ROUNDING = 1e-9  # of costs: each way adds them in another order
 
 
 _Ways = dict[_State, list[_Label]]
-_Merge = Callable[[Iterable[tuple[_State, list[_Label]]]], _Ways]
 
 
 class TooMany(Exception):
     """There are too many states for an exact search."""
 
 
-def pareto(problem: Problem) -> list[Choice]:
-    """Return the Pareto-optimal choices, by increasing bytes.
-
-    Raises TooMany if there are more than ``MOST_WAYS`` ways at one step.
-    """
-    return _search(problem, _merged)
-
-
 def corners(problem: Problem) -> list[Choice]:
     """Return the choices that are optimal for some price of a byte, by increasing bytes, or nearly so."""
 
     def best(price: float) -> Choice:
-        return min(_search(problem, _cheapest(price)), key=_priced(price))
+        return min(pareto(problem, price), key=_priced(price))
 
     ends = best(0.0), best(sum(problem.costs) + 1.0)
     found, spans, prices = [*ends], deque([ends]), _PRICES
@@ -179,7 +169,11 @@ def corners(problem: Problem) -> list[Choice]:
     return best_of(found, _ROUNDING)
 
 
-def _search(problem: Problem, merge: _Merge) -> list[Choice]:
+def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
+    """Return the Pareto-optimal choices, by increasing bytes; with a price of a byte, only the cheapest ones.
+
+    Raises TooMany if there are more than ``MOST_WAYS`` ways at one step, and no price.
+    """
     none: frozenset[int] = frozenset()
     made = {value: step for step in problem.steps for value in step.outs}
     saved = defaultdict(list)
@@ -189,10 +183,10 @@ def _search(problem: Problem, merge: _Merge) -> list[Choice]:
     ways: _Ways = {(none, none, none, False, False): [(0, 0.0, ())]}
     for number in range(len(problem.steps), -1, -1):
         for value in saved[number]:
-            ways = merge(_at_root(ways, value, value in problem.keepable))
+            ways = _merged(_at_root(ways, value, value in problem.keepable), price)
         if number:
             reads = frozenset(value for value in problem.reads[number - 1] if value in made)
-            ways = merge(_at_step(ways, number - 1, reads, problem))
+            ways = _merged(_at_step(ways, number - 1, reads, problem), price)
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(steps)) for nbytes, cost, steps in best]
 
@@ -244,10 +238,15 @@ def _dearer(labels: list[_Label], cost: float) -> list[_Label]:
     return [(nbytes, before + cost, steps) for nbytes, before, steps in labels]
 
 
-def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> _Ways:
+def _merged(found: Iterable[tuple[_State, list[_Label]]], price: float | None) -> _Ways:
+    """Return the Pareto-optimal ways to each state; with a price, the cheapest way to each of the cheapest states."""
     ways: _Ways = {}
     for state, labels in found:
         ways[state] = ways[state] + labels if state in ways else labels
+    if price is not None:
+        priced = _priced(price)
+        cheapest = {state: [min(labels, key=priced)] for state, labels in ways.items()}
+        return dict(sorted(cheapest.items(), key=lambda way: priced(way[1][0]))[:_MOST_STATES])
     ways = {state: best_of(labels, _ROUNDING) for state, labels in ways.items()}
     if sum(map(len, ways.values())) > MOST_WAYS:
         raise TooMany
@@ -256,20 +255,6 @@ def _merged(found: Iterable[tuple[_State, list[_Label]]]) -> _Ways:
 
 def _priced(price: float) -> Callable[[tuple], float]:
     return lambda way: way[1] + price * way[0]
-
-
-def _cheapest(price: float) -> _Merge:
-    """Merge ways into the cheapest one to each state, of the cheapest states, at this price of a byte."""
-    priced = _priced(price)
-
-    def merge(found: Iterable[tuple[_State, list[_Label]]]) -> _Ways:
-        ways: dict[_State, _Label] = {}
-        for state, labels in found:
-            ways[state] = min([*labels, *([ways[state]] if state in ways else [])], key=priced)
-        cheapest = sorted(ways.items(), key=lambda way: priced(way[1]))[:_MOST_STATES]
-        return {state: [label] for state, label in cheapest}
-
-    return merge
 
 
 def best_of(ways: Iterable[_Way], margin: float = 0.0) -> list[_Way]:
