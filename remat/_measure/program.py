@@ -25,6 +25,7 @@ from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.tensors import bytes_of, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart
+from .._region.error_context import with_parameters
 from .._region.guards import COPY_LARGER_BYTES
 from .._region.hooks import drop_gradient_hooks
 from ..errors import shown
@@ -113,8 +114,9 @@ class Program:
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]
         self._found = Captured(*self._roots)
-        names = _argument_names(fn, trees.paths(self.arguments.spec, ""))
-        self.names = [names[i] for i in self.arguments.positions]  # of the tensors
+        called = fn.forward if isinstance(fn, nn.Module) else fn
+        names = [with_parameters(called, self.arguments.name(i)) for i in range(len(self.tensors))]
+        self.names = [name.removeprefix("argument ") for name in names]  # of the tensors
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
         captured = list(reversed(found.values()))
         self._generators = [(name, value) for name, value in captured if not isinstance(value, torch.Tensor)]
@@ -264,24 +266,6 @@ class Program:
 def _readable(place: Any) -> str:
     """The path, without the attributes of the wrapper that ``remat`` adds."""
     return str(place).replace("self.__wrapped__.__self__", "self").replace("self.__wrapped__", "self")
-
-
-def _argument_names(fn: Callable, paths: list[str]) -> list[str]:
-    """The name of each leaf of ``(args, kwargs)`` in the function, as ``params['w1']``."""
-    try:
-        parameters = list(inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values())
-    except (TypeError, ValueError):  # a built-in function
-        parameters = []
-    positional = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-    names = []
-    for path in paths:
-        first, _, rest = path[len("[0][") :].partition("]")
-        if path.startswith("[1]"):
-            first = first.strip("'")
-        else:
-            first = positional[int(first)] if int(first) < len(positional) else f"args[{first}]"
-        names.append(first + rest)
-    return names
 
 
 def modules_of(fn: Any, leaves: Sequence[Any] = (), captured: Captured | None = None) -> dict[str, nn.Module]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from .._core import private, trees
+from .._core import trees
 from .._core.known import known_of
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
@@ -161,20 +160,19 @@ class Measuring:
 
     def __init__(self, items: Iterable[Item], cost: Any, on_measured: Callable[[], Any]) -> None:
         self._cost, self._on_measured = cost, on_measured
-        self._items: dict[int, dict[int, Item]] = {}  # by module, and the number of the module's call
+        calls = [(item.call, item) for item in items if item.call]
+        self._items = {(id(call.module.__dict__), call.number): item for call, item in calls}
         self._counts = Counter[int]()
-        for item in items:
-            if item.call:
-                self._items.setdefault(id(item.call.module.__dict__), {})[item.call.number] = item
         self._is_busy = False
         self.found: dict[tuple, Measured | None] = {}
         self.failures: dict[tuple, str] = {}
 
-    def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if self._is_busy or private.transforms_active():
+    def starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Measure a call that starts."""
+        if self._is_busy:
             return
         key = id(module.__dict__)
-        item = self._items[key].get(self._counts[key])
+        item = self._items.get((key, self._counts[key]))
         self._counts[key] += 1
         if item is None or item.key in self.found:
             return
@@ -188,15 +186,3 @@ class Measuring:
             torch.clear_autocast_cache()
             self._is_busy = False
             self._on_measured()
-
-    @contextmanager
-    def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Measure in the forward that runs within."""
-        called = [module for module in modules if id(module.__dict__) in self._items]
-        handles = [module.register_forward_pre_hook(self._starts, with_kwargs=True) for module in called]
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()

@@ -26,7 +26,7 @@ from .items import Item, Option, chain_of
 from .measure import Measuring
 from .plan import Plan, RegionPlan, options_of, parameters_of
 from .solver import List, Solver, lower_bound
-from .trace import Trace
+from .trace import Trace, hooked
 
 _ROUNDS = 6  # the most plans whose step is measured
 _TOO_MUCH = 2**62  # the peak of a step that runs out of memory
@@ -90,14 +90,13 @@ class _Planner:
         self._measured |= {item.key for item in items}
         bar = _progress_bar(len({item.key for item in items}))
         measuring = Measuring(items, self._cost, bar.update)
-        with closing(bar), measuring.of(self._modules):
+        with closing(bar), hooked(self._modules, measuring.starts), torch.no_grad():
             self._program.forward(self._program.fn)
         for item in self._every:
-            measured = measuring.found.get(item.key) if item.call else None
-            if measured is not None:
+            if (measured := measuring.found.get(item.key)) is not None:
                 item.operators = measured.tradeoff.operators
                 item.regions = measured.options(item, self._candidates.is_shared(item.call))
-            elif item.call and item.key in measuring.failures:
+            elif item.key in measuring.failures:
                 self._candidates.passed_over[self._name(item)] = measuring.failures[item.key]
         return bool(items)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -152,8 +152,6 @@ class Trace(PeakMemory):
             self.saved.append((self._tick(), memory))
 
     def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        if private.transforms_active():
-            return  # in `vmap`, a call is a part of the one around it
         key = id(module.__dict__)
         call = Call(module, self._tick(), self._counts[key])
         self._counts[key] += 1
@@ -169,8 +167,6 @@ class Trace(PeakMemory):
         self._calls.append(call)
 
     def _ends(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
-        if private.transforms_active():
-            return
         call = self._calls.pop()
         call.end = self._tick()
         found = _tensors(result)
@@ -180,21 +176,29 @@ class Trace(PeakMemory):
     @contextmanager
     def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Trace the forward that runs within."""
-        handles = []
-        for module in modules:
-            handles.append(module.register_forward_pre_hook(self._starts, with_kwargs=True))
-            handles.append(module.register_forward_hook(self._ends, with_kwargs=True))
         try:
-            with saved_tensors_hooks(self._drop, _unread), self:
+            with hooked(modules, self._starts, self._ends), saved_tensors_hooks(self._drop, _unread), self:
                 yield
         except RuntimeError as error:
             if "saved tensor hooks" in str(error):  # of a transform such as `torch.func.grad`
                 raise RematError(_DIFFERENTIATES) from error
             raise
-        finally:
-            for handle in handles:
-                handle.remove()
         self.root.end = self._tick()
+
+
+@contextmanager
+def hooked(modules: Iterable[nn.Module], starts: Callable, ends: Callable | None = None) -> Iterator[None]:
+    """Call ``starts`` and ``ends`` with each call of the modules. In ``vmap`` it is a part of the one around it."""
+
+    def unless_in_transform(hook: Callable) -> Callable:
+        return lambda *call: None if private.transforms_active() else hook(*call)
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(unless_in_transform(starts), with_kwargs=True).remove)
+            if ends is not None:
+                stack.callback(module.register_forward_hook(unless_in_transform(ends), with_kwargs=True).remove)
+        yield
 
 
 _DIFFERENTIATES = (
