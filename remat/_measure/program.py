@@ -23,7 +23,7 @@ from .._captured.variables import Entries, bound
 from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
-from .._core.tensors import bytes_of, is_dense, is_differentiable, is_plain
+from .._core.tensors import as_bytes, bytes_of, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart
 from .._region.error_context import with_parameters
 from .._region.guards import COPY_LARGER_BYTES
@@ -41,7 +41,7 @@ class Overwritten(PeakMemory):
 
     def __init__(self) -> None:
         super().__init__()
-        self._copies: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # the bytes of a storage, and their copy
 
     def before(self, func: Any, args: tuple, kwargs: dict) -> None:
         self.copy(facts_of(func).written(args, kwargs))
@@ -51,24 +51,20 @@ class Overwritten(PeakMemory):
         for storage, tensor in strided(tensors):
             key = id(storage)
             if key not in self._copies and key not in self._refs and not tensor.is_meta:
-                self._copies[key] = storage, _as_bytes(storage).clone()
+                self._copies[key] = as_bytes(tensor), as_bytes(tensor).clone()
 
     def changed(self, tensor: torch.Tensor) -> bool:
         """Whether the program has overwritten an existing tensor with other values."""
-        copies = ((storage, self._copies.get(id(storage))) for storage, _ in strided(tensor))
-        return any(found is not None and not torch.equal(_as_bytes(storage), found[1]) for storage, found in copies)
+        copies = ((part, self._copies.get(id(storage))) for storage, part in strided(tensor))
+        return any(found is not None and not torch.equal(as_bytes(part), found[1]) for part, found in copies)
 
     def restore(self) -> None:
         """Restore the old values."""
         with torch.no_grad(), private.without_levels():
-            for storage, copy in self._copies.values():
-                if storage.nbytes() != copy.nbytes:
-                    storage.resize_(copy.nbytes)
-                _as_bytes(storage).copy_(copy)
-
-
-def _as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            for content, copy in self._copies.values():
+                if content.untyped_storage().nbytes() != copy.nbytes:
+                    content.untyped_storage().resize_(copy.nbytes)
+                content.copy_(copy)
 
 
 def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:

@@ -63,19 +63,16 @@ class Item:
         bare: the most bytes that its forward needs if it keeps only its arguments.
         key: equal for calls that do the same.
         items: the chain inside of its call.
+        options: those of ``plain`` and ``regions`` that the search tries.
         plain: how it runs as it is; empty if items are inside of it, whose options say so.
         regions: how it can run as a region without regions inside of it.
         operators: the names of its operations, if it can be a region.
-        options: those of ``plain`` and ``regions`` that the search tries.
     """
 
     call: Call | None
     start: int
     end: int
     items: list[Item] = field(default_factory=list)
-    plain: list[Option] = field(default_factory=list)
-    regions: list[Option] = field(default_factory=list)
-    operators: tuple[str, ...] = ()
     options: list[Option] = field(default_factory=list)
     work: Work = NO_WORK
     keep: int = 0
@@ -86,6 +83,9 @@ class Item:
     given: int = 0
     bare: int = 0
     key: tuple = ()
+    plain: list[Option] = field(default_factory=list)
+    regions: list[Option] = field(default_factory=list)
+    operators: tuple[str, ...] = ()
 
     @property
     def signature(self) -> tuple:
