@@ -16,6 +16,7 @@ from .._core.known import known_of
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
 from .._measure.observer import strided
+from .._measure.program import default_loss
 from .._modules.region_class import regions
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
@@ -72,31 +73,6 @@ class Measured(NamedTuple):
         return found
 
 
-class _Arguments(torch.autograd.Function):
-    """In place of what comes before a call: makes an argument, which only the call owns, and takes its gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, seed: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        return like.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return torch.zeros(()), None
-
-
-class _Results(torch.autograd.Function):
-    """In place of what comes after a call: takes its results, and makes their gradients, which only autograd owns."""
-
-    @staticmethod
-    def forward(ctx: Any, *results: torch.Tensor) -> torch.Tensor:
-        ctx.like = [(t.shape, t.dtype, t.device) for t in results]
-        return torch.zeros((), device=results[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:
-        return tuple(torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.like)
-
-
 def _copied(leaves: Sequence[Any]) -> list[Any]:
     """Copy the objects in arguments that a call may change, such as a cache of keys and values."""
     is_kept = [isinstance(leaf, torch.Tensor) or callable(leaf) for leaf in leaves]
@@ -105,7 +81,10 @@ def _copied(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
-    """Run a call alone as a region, forward and backward, and measure the phases."""
+    """Run a call alone as a region, forward and backward, and measure the phases.
+
+    As in the model, only the call owns its arguments, and only the engine owns the gradients of its results.
+    """
     module: Any = call.module
     leaves, spec = trees.flatten((args, kwargs))
     leaves = _copied(leaves)
@@ -115,7 +94,7 @@ def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
     torch.clear_autocast_cache()  # it may have copies of weights that the call would make itself in a step
     with Allocated([*tensors, *parameters]) as memory, torch.enable_grad():
         given = {id(t): t.clone() if is_differentiable(t) else t for t in tensors}
-        given |= {id(t): _Arguments.apply(seed, t) for t, needed in zip(tensors, call.differentiable) if needed}
+        given |= {id(t): t + seed for t, needed in zip(tensors, call.differentiable) if needed}
         filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         kept = [weakref.ref(storage) for storage, t in strided(list(given.values())) if is_differentiable(t)]
         del given
@@ -129,7 +108,7 @@ def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
         nbytes = {id(storage): storage.nbytes() for storage, _ in strided(results)}
         for ref in kept:
             nbytes.pop(id(ref()), None)  # an argument that it returns is kept
-        end = _Results.apply(*(t for t in results if t.requires_grad))
+        end = default_loss([t * 1 for t in results if t.requires_grad])
         del result, results
         memory.next_phase()
         torch.autograd.grad(end, [seed, *parameters], allow_unused=True)
