@@ -21,6 +21,7 @@ from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
 from .._measure.observer import PeakMemory, strided
 from .._modules.region_class import is_sequence
+from .._region.hooks import is_hooks_refusal
 from .._selective.search import cost_of
 from ..errors import RematError
 
@@ -180,7 +181,7 @@ class Trace(PeakMemory):
             with hooked(modules, self._starts, self._ends), saved_tensors_hooks(self._drop, _unread), self:
                 yield
         except RuntimeError as error:
-            if "saved tensor hooks" in str(error):  # of a transform such as `torch.func.grad`
+            if is_hooks_refusal(error):
                 raise RematError(_DIFFERENTIATES) from error
             raise
         self.root.end = self._tick()
