@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -31,15 +31,8 @@ def free_memory(tensors: Iterable[torch.Tensor]) -> int | None:
     return sum(each.mem_get_info()[0] for each in devices) + own - fragments
 
 
-class Phase(NamedTuple):
-    """A part of a run: the most bytes that were allocated in it, and those at its end, beyond those at the start."""
-
-    peak: int
-    end: int
-
-
 class Allocated:
-    """A context that measures the phases of a run, which ``next_phase`` separates.
+    """A context that measures the peaks of the phases of a run, which ``next_phase`` separates.
 
     On an accelerator these are the bytes of its allocator; else those of the CPU's, in the calling thread.
     """
@@ -48,17 +41,17 @@ class Allocated:
         self._tensors = list(tensors)
         self._devices = with_statistics(self._tensors)
         self._start = 0
-        self.phases: list[Phase] = []
+        self.peaks: list[int] = []  # the most bytes in each phase, beyond those at the start
 
     @property
     def peak(self) -> int:
         """The most bytes that were allocated at any time."""
-        return max(phase.peak for phase in self.phases)
+        return max(self.peaks)
 
     def next_phase(self) -> None:
         """End a phase, and start the next one."""
         if self._devices:
-            self.phases.append(Phase(self._of_devices("max_memory_allocated"), self._of_devices("memory_allocated")))
+            self.peaks.append(self._of_devices("max_memory_allocated"))
             self._reset()
         else:
             with torch.profiler.record_function(_MARK):
@@ -80,7 +73,7 @@ class Allocated:
         now = peak = 0
         for nbytes in (*private.recorded_allocations(_MARK), None):
             if nbytes is None:
-                self.phases.append(Phase(peak, now))
+                self.peaks.append(peak)
                 peak = now
             else:
                 now += nbytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -15,7 +14,6 @@ from .._core import trees
 from .._core.known import known_of
 from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
-from .._measure.observer import strided
 from .._measure.program import default_loss
 from .._modules.region_class import regions
 from .._policy.policy import Budget, Chosen
@@ -29,9 +27,8 @@ _MOST_CHOICES = 24  # of one call
 
 
 class Needs(NamedTuple):
-    """The bytes that a call keeps besides its results, and the most that its forward and its backward need."""
+    """The most bytes that the forward and the backward of a call need."""
 
-    keep: int
     forward: int
     backward: int
 
@@ -61,7 +58,7 @@ class Measured(NamedTuple):
             backward = max(least.backward, most.backward) if more else least.backward
             found.append(
                 Option(
-                    keep=max(0, least.keep + more - others) + kept,
+                    keep=item.given + more + kept,
                     forward=forward - others + item.held,
                     backward=backward - others + item.beside + kept,
                     recompute=Work(choice.cost, choice.flops),
@@ -96,7 +93,6 @@ def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
         given = {id(t): t.clone() if is_differentiable(t) else t for t in tensors}
         given |= {id(t): t + seed for t, needed in zip(tensors, call.differentiable) if needed}
         filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        kept = [weakref.ref(storage) for storage, t in strided(list(given.values())) if is_differentiable(t)]
         del given
         arguments: Any = spec.unflatten(filled)
         del filled, args, kwargs
@@ -104,16 +100,13 @@ def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
             result = module.forward(*arguments[0], **arguments[1])
         del arguments
         memory.next_phase()
-        results = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-        nbytes = {id(storage): storage.nbytes() for storage, _ in strided(results)}
-        for ref in kept:
-            nbytes.pop(id(ref()), None)  # an argument that it returns is kept
-        end = default_loss([t * 1 for t in results if t.requires_grad])
+        results = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
+        end = default_loss([t * 1 for t in results])
         del result, results
         memory.next_phase()
         torch.autograd.grad(end, [seed, *parameters], allow_unused=True)
-    forward, _, backward = memory.phases
-    return Needs(max(0, forward.end - sum(nbytes.values())), forward.peak, backward.peak)
+    forward, _, backward = memory.peaks
+    return Needs(forward, backward)
 
 
 def _measured(call: Call, cost: Any, args: tuple, kwargs: dict) -> Measured | None:
