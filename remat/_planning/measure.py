@@ -1,4 +1,4 @@
-"""Runs each distinct call of a module alone, as a region: what it keeps and needs for each of its choices."""
+"""Runs each distinct call of a module alone, as a region: what it saves and needs for each of its choices."""
 
 from __future__ import annotations
 
