@@ -93,7 +93,7 @@ class Plan:
         without: the peak of a step without rematerialization, as predicted.
         flops: the floating-point operations that are recomputed in a step.
         total: the cost of the recompute, in the units of ``cost``.
-        bound: a lower bound of this cost, for any choice of regions within the amount.
+        bound: the least cost of a plan whose predicted peak is within the amount.
         regions: the modules that are regions.
         curve: all plans that the search has found, as predicted peaks and recomputed FLOPs.
         passed_over: modules that can't be regions, each with the reason.
@@ -131,8 +131,7 @@ class Plan:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"not a region: {names[0]}{more}: {reason}")
         above = round(100 * (self.total / self.bound - 1)) if self.bound else 0
-        # A bound that is far lower says nothing.
-        least = f", at a cost of at most {above}% above the least possible" if 0 < above <= 100 else ""
+        least = f", at a cost {above}% above that of the prediction" if above > 0 else ""
         peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
         return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{least}"])
 

@@ -25,7 +25,7 @@ from .candidates import Candidates
 from .items import Item, Option, chain_of
 from .measure import Measuring
 from .plan import Plan, RegionPlan, options_of, parameters_of
-from .solver import List, Solver, lower_bound
+from .solver import List, Solver
 from .trace import Trace, hooked
 
 _ROUNDS = 6  # the most plans whose step is measured
@@ -122,8 +122,7 @@ class _Planner:
         for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
             solver = Solver(self._longest_row, _ABOVE * amount)
             items = solver.list_of(self._with_options(shared))
-            plans = solver.plans(items)
-            number = int(torch.searchsorted(plans.peak, amount, right=True)) - 1
+            plans, number = solver.plans(items), solver.cheapest(items, amount)
             cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
             found.append((number < 0, cost, shared, solver, items))
         order = _agreed([each[2] for each in sorted(found, key=lambda each: each[:3])])
@@ -145,9 +144,10 @@ class _Planner:
                 self._with_options(shared)
                 number, peak, planned = self._fitting(solver, items, amount, others)
                 if number >= 0:
-                    plans = solver.plans(items)
+                    plans, predicted = solver.plans(items), max(0, solver.cheapest(items, amount))
                     number = min(number, len(plans.peak) - 1)  # the plans of another process may be fewer
-                    return self._made(amount, peak, planned, float(plans.cost[number]), int(plans.flops[number]))
+                    costs = int(plans.flops[number]), float(plans.cost[number]), float(plans.cost[predicted])
+                    return self._made(amount, peak, planned, costs)
                 failures.append((peak, *solver.largest(items, 0, self._items)))
             least = min(failures, key=lambda failure: failure[0])
             if not self.measure(least[0]):  # calls that are too large for the amount may lower the least
@@ -162,8 +162,7 @@ class _Planner:
         aim, low, high = amount, -1, last + 1  # the dearest plan that fits, the cheapest one that doesn't
         measured: dict[int, tuple[int, tuple[RegionPlan, ...]]] = {}
         for rounds in reversed(range(_ROUNDS)):
-            within = int(torch.searchsorted(plans.peak, aim, right=True)) - 1
-            number = _agreed(min(max(within, 0), high - 1) if rounds or low >= 0 else 0)
+            number = _agreed(min(max(solver.cheapest(items, aim), 0), high - 1) if rounds or low >= 0 else 0)
             if number <= low:
                 break
             chosen = solver.chosen(items, min(number, last), self._items)
@@ -176,14 +175,13 @@ class _Planner:
             aim = amount - (peak - int(plans.peak[min(number, last)]))
         return (low, *measured[max(low, 0)])
 
-    def _made(self, amount: int, peak: int, planned: tuple[RegionPlan, ...], cost: float, flops: int) -> Plan:
+    def _made(self, amount: int, peak: int, planned: tuple[RegionPlan, ...], costs: tuple[int, float, float]) -> Plan:
         solver = Solver(self._longest_row, most_plans=_POINTS)
         curve = solver.plans(solver.list_of(self._items))
         points = tuple(zip(curve.peak.tolist(), curve.flops.tolist()))
-        bound = lower_bound(self._items, lambda item: int(solver.plans(solver.list_of([item])).peak[0]), amount)
         size = parameters_of(self._program.named_modules)
-        flops, cost, bound, points, over = _agreed((flops, cost, bound, points, self._candidates.passed_over))
-        return Plan(amount, peak, self.without, flops, cost, bound, planned, points, over, self._cost, size)
+        costs, points, over = _agreed((costs, points, self._candidates.passed_over))
+        return Plan(amount, peak, self.without, *costs, planned, points, over, self._cost, size)
 
     def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
         first = calls[0].call

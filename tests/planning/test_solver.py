@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from remat._planning.items import NO_WORK, Item, Option, Work
-from remat._planning.solver import Solver, lower_bound
+from remat._planning.solver import Solver
 
 Entry = tuple[list[Item], Any]  # the calls, and an option or the plan of a region around them
 
@@ -102,18 +102,9 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
     chain = solver.list_of(items)
     found = solver.plans(chain)
     assert list(zip(found.peak.tolist(), found.cost.tolist())) == best
-    for number, (peak, cost) in enumerate(best):
-        least = lambda item: int(solver.plans(solver.list_of([item])).peak[0])
-        assert lower_bound(items, least, peak) <= cost + 1e-9
+    for number, (peak, _) in enumerate(best):
+        assert solver.cheapest(chain, peak) == number and solver.cheapest(chain, best[0][0] - 1) == -1
         calls = [id(call) for calls, _ in solver.chosen(chain, number, items) for call in calls]
         every = [each for top in items for each in top.everything()]
         assert set(calls) <= {id(each) for each in every if each.call}
         assert solver.largest(chain, number, items)[0] in every and peak >= 0
-
-
-def test_the_bound_is_the_cost_where_equal_items_are_recomputed_or_not() -> None:
-    """Of ten items, each keeps 10 bytes, or none and is recomputed at a cost of 3. Each needs 10 bytes to run."""
-    work = Work(3, 0)
-    options = [Option(10, 10, 10, NO_WORK, work), Option(0, 10, 10, work, work, 1, frozenset())]
-    items = [Item(None, 0, 0, [], options, work, keep=10, bare=10) for _ in range(10)]
-    assert [lower_bound(items, lambda each: 10, amount) for amount in (100, 90, 50, 10)] == [0, 3, 15, 27]
