@@ -87,7 +87,7 @@ class Frame:
             value = packed.value
             if value is not None and self.slots.once and packed.first is None and raw_version(value) == packed.version:
                 return value
-        elif type(packed) is Guard and packed.packed is None and self.policy is None and not self.open:
+        elif type(packed) is Guard and packed.packed is None and not (self.open or (self.record and self.record.warns)):
             tensor = packed.tensor
             if packed.version >= 0 and raw_version(tensor) == packed.version:
                 return tensor
@@ -274,7 +274,7 @@ class Filler(RegionHooks):
             return Run(log)
         plan = None
         if not whole:  # the slots of a frame without a record are those of another derivative
-            plan = record.plan() if frame.record is None else record.plan(slot for slot in self.slots if slot)
+            plan = record.plan(None if frame.record is None else filter(None, self.slots))
         return Attempt(record, plan, self.is_last and not self.to_the_end, log)
 
     def release(self) -> None:

@@ -14,7 +14,7 @@ import torch
 from .._core import private
 from .._core.known import Known
 from .._core.private import is_wrapped, origin, raw_version, sequence_number
-from .._core.state import alias, own_work, state
+from .._core.state import alias, state
 from .._core.tensors import bare
 from .._region.arguments import take_apart
 from .._region.around import Around, RegionHooks, of_region
@@ -112,8 +112,11 @@ class Saver(RegionHooks):
             if recording is not None:
                 recording.needs(tensor)
             return Held(bare(tensor))  # the tensor itself could be part of a reference cycle
-        with own_work():  # if an autograd Function calls the hooks, they run under modes
+        before, state.own_work = state.own_work, True  # if an autograd Function calls the hooks, they run under modes
+        try:
             packed = self.pack(tensor)
+        finally:
+            state.own_work = before
         if isinstance(packed, Slot):
             if recording is not None:
                 recording.saved(tensor, packed)

@@ -29,7 +29,6 @@ class Step(NamedTuple):
     tracked: tuple[int, ...]  # the values in `outs` that are differentiated
     result: Any  # the description of its result
     grad_mode: bool
-    verdict: Verdict | None  # on its results when it ran; None: not saved, unless `SavedValues.decide` says so later
 
     @property
     def facts(self) -> Facts:
@@ -49,18 +48,13 @@ class Step(NamedTuple):
         """Whether it changes its operands, so that it runs for all of its results or for none."""
         return bool(self.facts.writes) and not self.facts.updates_statistics
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it returns one new tensor, and has no other effect."""
-        facts = self.facts
-        return type(self.result) is Layout and not (facts.writes or facts.observes or facts.foreign)
-
 
 class Log:
     """The steps so far, and what is known about the values that they made."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
+        self.verdicts: dict[int, Verdict] = {}  # on the results of the steps when they ran, if these may be saved
         self.lines: dict[int, Line] = {}  # the lines that called the operations
         self.made: dict[int, int] = {}  # for each value the number of the step that made it
         self.overwritten: set[int] = set()
@@ -70,8 +64,7 @@ class Log:
 
     def append(self, step: Step) -> None:
         """Add the next step."""
-        for value in step.outs:
-            self.made[value] = len(self.steps)
+        self.made.update(dict.fromkeys(step.outs, len(self.steps)))
         self.overwritten.update(step.overwritten)
         self.steps.append(step)
 
@@ -106,7 +99,8 @@ class Program:
     """The steps of a first run, and what is derived from them."""
 
     def __init__(self, log: Log, compiles: bool) -> None:
-        self.steps, self.lines, self.exposed = [*log.steps], {**log.lines}, {*log.exposed}
+        self.steps, self.exposed = [*log.steps], {*log.exposed}
+        self.verdicts, self.lines = {**log.verdicts}, {**log.lines}
         # Under no_grad user code can read tensors undetected, as compiled code can.
         self.lazy = not compiles and all(step.grad_mode for step in self.steps)
         self.overwritten = {*log.overwritten}
@@ -144,10 +138,6 @@ class Program:
     def is_of(self, log: Log, compiles: bool) -> bool:
         """Whether it is the program of this log."""
         return self.steps == log.steps and self.exposed == log.exposed and not (self.lazy and compiles)
-
-    def step(self, number: int) -> Step | None:
-        """Return the step with this number, or None if there are fewer steps."""
-        return self.steps[number] if number < len(self.steps) else None
 
     @functools.cached_property
     def keys(self) -> tuple[tuple, ...]:

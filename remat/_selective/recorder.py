@@ -18,7 +18,6 @@ from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
 from .._policy.policy import Budget, as_policy, within
 from .._region.hooks import in_torch_checkpoint
-from ..errors import RematError
 from .mode import RegionMode
 from .program import Plan
 from .recording import Recording
@@ -38,7 +37,7 @@ class Record:
         self._end = len(self.program.steps)
         self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
         warned = recording.verdicts.warned
-        self._unmatched = warned.unmatched(recording)
+        self.warns = warned.unmatched(recording)  # gives a warning when a backward pass begins
         warned.of_names(recording.verdicts, recording.known)
         self._choose(recording, {value for value, _ in results})
         self._decide_what_is_saved(recording, results)
@@ -78,16 +77,18 @@ class Record:
 
     def in_backward(self) -> None:
         """Give the warning about unmatched operators, as a backward pass has begun."""
-        if self._unmatched is not None:
-            self._unmatched()
-            self._unmatched = None
+        if self.warns is not None:
+            self.warns()
+            self.warns = None
 
     def plan(self, slots: Iterable[Any] | None = None, whole: bool = False) -> Plan:
         """Return the plan of a recompute that fills these slots, or all slots. If it is ``whole``, it skips no step."""
         roots, end = self._wanted, self._end
         if slots is not None:
-            sources = [slot.source for slot in slots]
-            roots, end = [v for each in sources for v in each.values], max((each.after for each in sources), default=0)
+            roots, end = [], 0
+            for slot in slots:
+                roots += slot.source.values
+                end = max(end, slot.source.after)
         return self.program.plan(roots, end, self.saved_values.available(), whole or not self._has_slots)
 
 
@@ -101,15 +102,14 @@ class Recorder(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
-        args = self.with_memory(facts, args)
+        if private.dual_level_active():
+            args = self.with_memory(facts, args)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         if self.number < state.filling or state.unseen or self.ranges:
             return facts.func(*args, **kwargs)
         if types and is_wrapper_call(types):
             return self._on_wrappers(func, facts, args, kwargs)
-        if private.tracing():
-            raise RematError(TRACES)
         generators = None
         if facts.writes or facts.foreign:  # it overwrites values that may be needed, or may draw without a tag for it
             with without_torch_function():
@@ -120,7 +120,7 @@ class Recorder(RegionMode):
         if generators is not None and generators.moved():
             recording.log.drawing.add(facts)
         with without_torch_function():
-            recording.ran(facts, args, kwargs, result, self.draw(facts, args, kwargs))
+            recording.ran(facts, args, kwargs, result, self.draw(facts, args, kwargs) if facts.may_draw else None)
         return result
 
     def _on_wrappers(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
@@ -180,7 +180,7 @@ def recorder_for(region: Any) -> Recorder | None:
         own, known = own if own.chosen and not outer else as_policy(None), Known()
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.inputs.operands(), *region.inputs.captured.tensors
-    if policy.saves_nothing or any(isinstance(t, FakeTensor) for t in tensors):
+    if policy.saves_nothing or FakeTensor in map(type, tensors):
         return None
     is_inside = region.around.region is not None and not outer
     if is_inside and not isinstance(own, Budget) and known.is_new_warning(INSIDE):
@@ -192,8 +192,4 @@ INSIDE = (
     "A region with a policy is inside of a region without one, which saves only its own inputs. So its forward saves "
     "nothing; its policy applies only when the outer region is recomputed. Give the policy to the outer region: "
     "`remat.remat(fn, policy=...)`, or `remat.scan(step, ..., policy=...)` if the region is a step of a scan."
-)
-TRACES = (
-    "A region with a policy traces a function, by torch.func.linearize or make_fx. A policy can't tell the operations "
-    "of the trace from those of the region. Use torch.func.jvp, trace outside of the region, or leave out the policy."
 )

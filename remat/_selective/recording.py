@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
 
+from .._core import private
 from .._core.facts import Facts, tensors
 from .._core.known import Known
 from .._core.lines import Line, user_line
-from .._core.private import is_wrapped
 from .._core.tensors import holder, is_differentiable, is_plain, parts
 from .._policy.policy import Budget, Policy, Verdict
 from .._policy.predicates import Question, question
 from .._policy.warnings import Warned
 from .._region.hooks import Hooks
+from ..errors import RematError
 from .choices import Choices
 from .program import Log, Program, Step
 from .saved import SavedValues, Saves, Source
 from .values import Storages, is_as_it_lies, is_judged, place_of, template
 
 _PROGRAMS = 16  # remembered for one function, one for each of its policies
+_requires_grad = attrgetter("requires_grad")
 _DETACH = torch.ops.aten.detach.default
 
 
@@ -82,7 +85,7 @@ class Recording:
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
         """Record the values of the inputs."""
         for tensor in inputs:
-            wrapped = is_wrapped(tensor)
+            wrapped = private.is_wrapped(tensor)
             for part in parts(tensor):
                 value = self.storages.enter(part)
                 if wrapped or tensor.requires_grad:
@@ -110,82 +113,82 @@ class Recording:
 
     def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None) -> None:
         """Record an operation that has run. ``draw`` is its index among those that draw random numbers."""
-        number = len(self.log.steps)
+        log, last, saved_values, number = self.log, self._last, self.saved_values, len(self.log.steps)
+        expected = last.steps[number] if last is not None and number < len(last.steps) else None
         read: list[torch.Tensor] = []
-        last = None if self._last is None else self._last.step(number)
-        step = self._step(facts, args, kwargs, result, draw, read, last)
+        step = self._step(facts, args, kwargs, result, draw, read, expected)
         if step is None:  # it only made views
-            self.log.views.add(facts)
+            log.views.add(facts)
             if facts.func is _DETACH:
-                self.log.exposed.add(self.storages.get(args[0]))
+                log.exposed.add(self.storages.get(args[0]))
             return
-        if step != last:
-            self._last = None
-        self.log.append(step)
+        if last is not None and step == expected:
+            verdict = last.verdicts.get(number)
+        else:
+            if private.tracing():
+                raise RematError(TRACES)
+            last = self._last = None
+            verdict = self._verdict(step, facts, args, kwargs, result)
+        log.append(step)
         if self.choices is not None:
             self.choices.ran(facts, args, kwargs, result, self.storages)
         if step.overwritten:
+            for value in step.overwritten:
+                saved_values.forget(value)
             self.saves.on_overwrite(number, dict(zip(step.overwritten, step.outs[-len(step.overwritten) :])))
-        if step.verdict is not None or self.choices is not None:
-            self.log.lines[number] = user_line() if self._last is None else self._last.lines[number]
-        self._allow(step)
-        if not self.has_slots and step.verdict is not None and len(step.outs) > 1:
-            for tensor in tensors(result):  # autograd may have saved any of them
-                self.saved_values.hold(self.storages.get(tensor), tensor)
-        if step.verdict is None or not step.tracked:  # it is recomputed, or it is saved only if something reads it
+        if verdict is not None or self.choices is not None:
+            log.lines[number] = user_line() if last is None else last.lines[number]
+        if verdict is not None:
+            self._allow(number, verdict)
+            if not self.has_slots and len(step.outs) > 1:
+                for tensor in tensors(result):  # autograd may have saved any of them
+                    saved_values.hold(self.storages.get(tensor), tensor)
+        if verdict is None or not step.tracked:  # it is recomputed, or it is saved only if something reads it
             for value, tensor in zip(step.reads, read):
-                self.saved_values.hold(value, tensor)
-        if len(self.saved_values.candidates) >= self._enough:
+                saved_values.hold(value, tensor)
+        if len(saved_values.candidates) >= self._enough:
             self._drop_unneeded()
 
     def _step(
-        self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list, last: Step | None
+        self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list, expected: Step | None
     ) -> Step | None:
         """Return the step of an operation, or None if it only returned views; add the tensors that it has read.
 
-        If the operation equals the step of the ``last`` program at its place, it is that step, and is not judged again.
+        If the operation equals the ``expected`` step, it is that step.
         """
         storages = self.storages
-        new = storages.new(result)
-        acts = facts.writes or facts.observes
-        if not new and not acts:
+        if facts.views and not storages.new(result):
             return None
         key = storages.key(facts, draw, args, kwargs, read)
-        new = [each for each in new if storages.at(each[1]) is None]  # it may be a view of an argument, known only now
-        if not new and not acts:
+        new = storages.new(result)  # not views of arguments that were unknown so far
+        if not (new or facts.writes or facts.observes):
             return None
         if self._flags:
-            differentiated = any(tensor.requires_grad for tensor in read)
+            differentiated = any(map(_requires_grad, read))
         else:
             differentiated = not storages.tracked.isdisjoint(key[-1])
-        grad_mode = torch.is_grad_enabled()
-        if last is not None and last.is_plain and last.key == key and len(new) == 1:
-            tensor, storage = new[0]
-            is_tracked = differentiated and is_differentiable(tensor)
-            under = storages.count, place_of(tensor)[1], is_tracked, grad_mode
-            if under == (last.outs[0], last.result.form, bool(last.tracked), last.grad_mode):
-                storages.put(storage, storages.number())
-                storages.tracked.update(last.tracked)
-                return last
-        number, outcome, verdict = len(self.log.steps), template(result, new, read), None
-        if self.choices is not None:
-            verdict = self.choices.verdict(number, key)
-        elif is_judged(outcome, facts):
-            verdict = self.verdicts.on_operation((number,), facts, args, kwargs, result)
-        written = facts.written(args, kwargs)
+        written = facts.written(args, kwargs) if facts.writes else []
         overwritten = tuple([storages.get(tensor) for tensor in written])
-        for value in overwritten:
-            self.saved_values.forget(value)
-        outs: list[int] = []
-        tracked: list[int] = []
-        for tensor, storage in (*new, *((tensor, holder(tensor)) for tensor in written)):
-            value = storages.number()
-            storages.put(storage, value)
-            outs.append(value)
+        outs: tuple[int, ...] = ()
+        tracked: tuple[int, ...] = ()
+        for tensor, storage, _ in (*new, *[(tensor, holder(tensor), None) for tensor in written]) if written else new:
+            value = storages.put(storage, storages.number())
+            outs += (value,)
             if differentiated and is_differentiable(tensor):
-                tracked.append(value)
+                tracked += (value,)
         storages.tracked.update(tracked)
-        return Step(key, tuple(outs), overwritten, tuple(tracked), outcome, grad_mode, verdict)
+        step = Step(key, outs, overwritten, tracked, (0, new[0][2]) if new else None, torch.is_grad_enabled())
+        if new and step == expected:  # it has one new result, of the expected layout
+            return expected
+        return step._replace(result=template(result, new, read))
+
+    def _verdict(self, step: Step, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
+        """Return the verdict on a step that was just made, or None if it is recomputed."""
+        if self.choices is not None:
+            return self.choices.verdict(len(self.log.steps), step.key)
+        if not is_judged(step.result, facts):
+            return None
+        return self.verdicts.on_operation((len(self.log.steps),), facts, args, kwargs, result)
 
     def ran_around(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
         """Judge the results of an operation on wrapper subclasses, which has executed the steps since ``start``."""
@@ -196,22 +199,23 @@ class Recording:
         if not made or self.choices is not None:
             return
         verdict = self.verdicts.on_operation(made, facts, args, kwargs, result)
-        for number in made if verdict is not None else ():
+        if verdict is None:
+            return
+        for number in made:
             log.lines.setdefault(number, user_line())
-            log.steps[number] = log.steps[number]._replace(verdict=verdict)
-            self._allow(log.steps[number])
+            self._allow(number, verdict)
 
-    def _allow(self, step: Step) -> None:
-        if step.verdict is not None:
-            for value in step.outs:
-                self.saved_values.decide(value, step.verdict)
+    def _allow(self, number: int, verdict: Verdict) -> None:
+        self.log.verdicts[number] = verdict
+        for value in self.log.steps[number].outs:
+            self.saved_values.decide(value, verdict)
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
         log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judges_names
         storage, form = place_of(tensor) if is_plain(tensor) else (tensor, None)
         value = self.storages.at(storage)
-        if value is not None and form is not None and is_as_it_lies(form):
+        if value is not None and is_as_it_lies(form):
             allowed = value in self.saved_values.allowed
             self.saves.add(slot, Source((value,), form if allowed or judges_names else None, after))
             if allowed:
@@ -244,7 +248,7 @@ class Recording:
         verdict = self.verdicts.on_name(value, number, step, name, line)
         if verdict is not None:
             saved_values.decide(value, verdict)
-        if self._is_read(value):
+        if value in saved_values.allowed and self._is_read(value):
             saved_values.hold(value, part)
         # Otherwise the operation would have to be recomputed for its other results.
         for sibling in step.outs if value in saved_values.allowed else ():
@@ -293,3 +297,9 @@ class Recording:
         self.saved_values.release_all()
         self.verdicts.release()
         self._siblings.clear()
+
+
+TRACES = (
+    "A region with a policy traces a function, by torch.func.linearize or make_fx. A policy can't tell the operations "
+    "of the trace from those of the region. Use torch.func.jvp, trace outside of the region, or leave out the policy."
+)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from .._core import private
 from .._core.devices import accelerator, make_readable, record_use, streams_for
 from .._core.facts import Facts, facts_of, tensors
 from .._core.private import without_torch_function
@@ -41,7 +42,7 @@ class Replay(RegionMode):
         self.placeholders = Placeholders()
         self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
         self.storages = record.storages.copy()
-        self.inputs = [holder(part) for part in all_parts([*inputs])]  # alive without the run, so they don't escape
+        self.inputs = list(map(holder, all_parts([*inputs])))  # alive without the run, so they don't escape
         # The values of the restored steps, as slots that own them may be freed in this run. Some must be fetched first.
         self.kept: dict[int, Residual | torch.Tensor] = {}
         restored = [value for number in sorted(self.plan.restored) for value in record.program.steps[number].outs]
@@ -51,12 +52,13 @@ class Replay(RegionMode):
                     self.kept[value] = residual.get() if residual.is_elsewhere else residual
             fetched = [content for content in self.kept.values() if isinstance(content, torch.Tensor)]
             self.home = streams_for(fetched)  # the streams that they were fetched for
-        for value, part in zip(record.inputs, all_parts([*inputs])):
-            self.storages.put(holder(part), value)
+        for value, storage in zip(record.inputs, self.inputs):
+            self.storages.put(storage, value)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
-        args = self.with_memory(facts, args)
+        if private.dual_level_active():
+            args = self.with_memory(facts, args)
         if types and is_wrapper_call(types):
             return NotImplemented
         if facts.marks:
@@ -72,25 +74,25 @@ class Replay(RegionMode):
             return self._view(func, args, kwargs)
         with without_torch_function():
             read: list[torch.Tensor] = []
-            draw = self.draw(facts, args, kwargs)
+            draw = self.draw(facts, args, kwargs) if facts.may_draw else None
             number = self._match(facts, draw, args, kwargs, read)
             step = None if number is None else record.program.steps[number]
             if step is not None:
-                if number in self.plan.restored and not (self.whole and step.draws) and self._fits(step, args, kwargs):
+                is_restored = number in self.plan.restored and not (self.whole and step.draws)
+                if is_restored and (not facts.writes or self._fits(step, args, kwargs)):
                     return self._restore(step, args, kwargs, read)
                 if number in record.program.skippable and number not in self.plan.run:
-                    with unseen():
-                        return self._rebuild(step, args, kwargs, read, [None] * len(step.outs))
+                    return self._rebuild(step, args, kwargs, read, [None] * len(step.outs))
             if draw is not None and self.has_not_drawn:
                 self.placeholders.restart()
             if not facts.reads_nothing:
                 self.placeholders.read(read)
-            self._check_writes(facts.written(args, kwargs))
+            written = facts.written(args, kwargs) if facts.writes else []
+            self._check_writes(written)
         result = facts.func(*args, **kwargs)
         with without_torch_function():
-            new, written = storages.new(result), facts.written(args, kwargs)
-            outs = step.outs if step is not None else [storages.number() for _ in (*new, *written)]
-            for storage, value in zip([*(storage for _, storage in new), *map(holder, written)], outs):
+            changed = [*[storage for _, storage, _ in storages.new(result)], *map(holder, written)]
+            for storage, value in zip(changed, [storages.number() for _ in changed] if step is None else step.outs):
                 storages.put(storage, value)
         return result
 
@@ -120,21 +122,13 @@ class Replay(RegionMode):
 
     def _match(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> int | None:
         """Return the number of the step that is the same function of the same values, or None."""
-        key, program = self.storages.key(facts, draw, args, kwargs, read), self.record.program
-        step = program.step(self.position)
-        if step is not None and step.key == key:
-            found = self.position
-        elif key in program.by_key:
-            numbers = program.by_key[key]
-            found = next((number for number in numbers if number >= self.position), numbers[0])
-        else:
-            return None
+        key, program, found = self.storages.key(facts, draw, args, kwargs, read), self.record.program, self.position
+        if found >= len(program.steps) or program.steps[found].key != key:
+            if (numbers := program.by_key.get(key)) is None:
+                return None
+            found = next((number for number in numbers if number >= found), numbers[0])
         self.position = found + 1
         return found
-
-    def _content(self, value: int) -> Residual | torch.Tensor | None:
-        """Return a saved value, or a tensor that contains it if it had to be fetched."""
-        return self.kept.get(value, self.record.saved_values.residual(value))
 
     def _fits(self, step: Step, args: tuple, kwargs: dict) -> bool:
         """Whether the tensors that a step writes to have as much memory as in the first run.
@@ -143,7 +137,7 @@ class Replay(RegionMode):
         """
         written = step.facts.written(args, kwargs)
         for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
-            content = self._content(value)
+            content = self.kept[value] if value in self.kept else self.record.saved_values.residual(value)
             if content is not None and len(as_bytes(tensor_of(content))) != len(as_bytes(tensor)):
                 return False
         return True
@@ -153,8 +147,7 @@ class Replay(RegionMode):
         self.has_not_drawn |= step.draws
         saved: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content = self._content(value)
-            self.kept.pop(value, None)
+            content = self.kept.pop(value) if value in self.kept else self.record.saved_values.residual(value)
             if isinstance(content, torch.Tensor):
                 make_readable(content, self.home)
             if content is not None and value in self.record.program.overwritten:  # later the region changes it in place
@@ -164,8 +157,7 @@ class Replay(RegionMode):
             saved.append(content)
             if self.last:
                 self.record.saved_values.release(value)
-        with unseen():
-            return self._rebuild(step, args, kwargs, read, saved)
+        return self._rebuild(step, args, kwargs, read, saved)
 
     def _rebuild(self, step: Step, args: tuple, kwargs: dict, read: list, contents: list) -> Any:
         """Return a result without running the operation, with these contents, or placeholders where they are None."""
@@ -177,7 +169,8 @@ class Replay(RegionMode):
                 if content is None:
                     self.placeholders.add(tensor)  # the tensor, which may be the region's own, is the placeholder
                 else:
-                    as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
+                    with unseen():
+                        as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
                     self.placeholders.mark_filled(tensor)
                 self.storages.put(holder(tensor), value)
         return self.placeholders.mark(self._build(step.result, step, contents, read))
@@ -186,7 +179,8 @@ class Replay(RegionMode):
         if isinstance(item, Layout):
             content = contents[item.i]
             if content is None:
-                contents[item.i] = tensor = self.placeholders.placeholder(item)
+                with unseen():
+                    contents[item.i] = tensor = self.placeholders.placeholder(item)
             else:
                 tensor = content.on(item.form) if isinstance(content, Residual) else item.on(content.untyped_storage())
             self.storages.put(tensor.untyped_storage(), step.outs[item.i])

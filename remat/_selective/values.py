@@ -8,7 +8,7 @@ restored from the step's saved values. So an operation never gets the value of a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -17,7 +17,7 @@ from .._core.facts import Facts, tensors
 from .._core.private import FakeTensor, has_no_memory, without_dispatch
 from .._core.tensors import as_bytes, bytes_of, holder, is_dense, parts, span
 
-New: TypeAlias = tuple[torch.Tensor, Any]  # a tensor and its storage, or the tensor twice (see `holder`)
+New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # a tensor, and its storage and form (see `place_of`)
 
 
 def place_of(tensor: torch.Tensor) -> tuple[Any, tuple | None]:
@@ -90,9 +90,9 @@ UNDESCRIBED: Any = object()  # a result that can't be described
 def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> Any:
     """Return the description of a result, with layouts in place of tensors, from which it can be rebuilt."""
     if isinstance(result, torch.Tensor):
-        for i, (_, storage) in enumerate(new):
-            if storage is holder(result):
-                return _layout(result, i)
+        for i, (tensor, storage, form) in enumerate(new):
+            if tensor is result or storage is holder(result):
+                return _layout(result, i, form if tensor is result else place_of(result)[1])
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNDESCRIBED)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
@@ -100,9 +100,8 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
     return UNDESCRIBED if isinstance(result, torch.ScriptObject) else result
 
 
-def _layout(tensor: torch.Tensor, i: int) -> Any:
-    form = place_of(tensor)[1]
-    if form is None or not is_as_it_lies(form) or tensor.is_quantized or has_no_memory(tensor):
+def _layout(tensor: torch.Tensor, i: int, form: tuple | None) -> Any:
+    if form is None or form[5] or form[6] or tensor.is_quantized or has_no_memory(tensor):
         return UNDESCRIBED
     return _new(Layout, (i, form))
 
@@ -144,7 +143,8 @@ class Storages:
 
     def get(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
-        return self._meet(tensor)[0]
+        number = self.find(tensor)
+        return self._meet(tensor, holder(tensor)) if number is None else number
 
     def inside(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Return the numbers of the values in a tensor, each with the plain tensor that contains it."""
@@ -159,14 +159,15 @@ class Storages:
         """Return the tensors of a result that have new, unknown storages, one for each storage."""
         found: dict[int, New] = {}
         for tensor in (result,) if isinstance(result, torch.Tensor) else tensors(result):
-            storage = holder(tensor)
+            storage, form = place_of(tensor)
             if self.at(storage) is None:
-                found.setdefault(id(storage), (tensor, storage))
+                found.setdefault(id(storage), (tensor, storage, form))
         return [*found.values()]
 
-    def put(self, storage: Any, number: int) -> None:
-        """Set the number of the value in a storage."""
+    def put(self, storage: Any, number: int) -> int:
+        """Set the number of the value in a storage, and return it."""
         self._homes[id(storage)] = weakref.ref(storage), number
+        return number
 
     def copy(self, without: Collection[int] = ()) -> Storages:
         """Return a copy that can change independently, of the living storages that contain other values than these."""
@@ -176,21 +177,18 @@ class Storages:
         found._homes = {key: home for key, home in homes if home[1] not in without and home[0]() is not None}
         return found
 
-    def _meet(self, tensor: torch.Tensor) -> tuple[int, tuple | None]:
-        """Return the number of the value in a tensor's storage, and the tensor's form."""
-        storage, form = place_of(tensor)
-        number = self.at(storage)
+    def _meet(self, tensor: torch.Tensor, storage: Any) -> int:
+        """Return the number of the value in an unknown storage, which contains a constant."""
+        content = _content(tensor)
+        number = self._constants.get(content) if content is not None else None
         if number is None:
-            content = _content(tensor)
-            number = self._constants.get(content) if content is not None else None
-            if number is None:
-                number = self.number()
-                if content is not None:
-                    self._constants[content] = number
-            self.put(storage, number)
-            if tensor.requires_grad:
-                self.tracked.add(number)
-        return number, form
+            number = self.number()
+            if content is not None:
+                self._constants[content] = number
+        self.put(storage, number)
+        if tensor.requires_grad:
+            self.tracked.add(number)
+        return number
 
     def key(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> tuple:
         """Return a key, equal for calls that compute the same result, and add the tensors that are read.
@@ -198,30 +196,33 @@ class Storages:
         The key consists of the operation, its place among the draws, its arguments, and the values that it reads.
         """
         reads: list[int] = []
-        named = self._pattern(kwargs, reads, read) if kwargs else None
-        patterns = [self._pattern(argument, reads, read) for argument in args]
-        return facts, draw, named, *patterns, tuple(reads)
+        patterns = self._patterns(args, reads, read)
+        return facts, draw, patterns, self._patterns((kwargs,), reads, read) if kwargs else None, tuple(reads)
 
-    def _pattern(self, argument: Any, reads: list, read: list) -> Any:
-        """Return an argument with forms in place of tensors, which is equal for equal calls."""
-        if isinstance(argument, torch.Tensor):
-            number, form = self._meet(argument)
-            reads.append(number)
-            read.append(argument)
-            return form
-        kind = type(argument)
-        if kind is int:
-            return kind, argument  # 1 and True differ
-        if kind is float:
-            return argument.hex()  # 0.0 and -0.0 differ, and NaN equals itself
-        if kind is tuple or kind is list:
-            return tuple([self._pattern(item, reads, read) for item in argument])
-        if kind is dict:
-            return tuple([(key, self._pattern(item, reads, read)) for key, item in argument.items()])
-        if kind is torch.ScriptObject:  # it can't be compared; those of collectives are new objects in each call
-            name = argument._type().qualified_name()
-            return name if ".c10d." in name else (name, hash(argument))
-        return argument
+    def _patterns(self, arguments: Iterable[Any], reads: list, read: list) -> tuple:
+        """Return arguments with forms in place of tensors, which are equal for equal calls."""
+        found: list[Any] = []
+        for argument in arguments:
+            kind = type(argument)
+            if isinstance(argument, torch.Tensor):
+                storage, form = place_of(argument)
+                number = self.at(storage)
+                reads.append(self._meet(argument, storage) if number is None else number)
+                read.append(argument)
+                argument = form
+            elif kind is int:
+                argument = kind, argument  # 1 and True differ
+            elif kind is float:
+                argument = argument.hex()  # 0.0 and -0.0 differ, and NaN equals itself
+            elif kind is tuple or kind is list:
+                argument = self._patterns(argument, reads, read)
+            elif kind is dict:
+                argument = (*argument, *self._patterns(argument.values(), reads, read))
+            elif kind is torch.ScriptObject:  # it can't be compared; those of collectives are new objects in each call
+                name = argument._type().qualified_name()
+                argument = name if ".c10d." in name else (name, hash(argument))
+            found.append(argument)
+        return tuple(found)
 
 
 def _content(tensor: torch.Tensor) -> bytes | None:
