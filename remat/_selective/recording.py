@@ -163,10 +163,7 @@ class Recording:
         new = storages.new(result)  # not views of arguments that were unknown so far
         if not (new or facts.writes or facts.observes):
             return None
-        if self._flags:
-            differentiated = any(map(_requires_grad, read))
-        else:
-            differentiated = not storages.tracked.isdisjoint(key[-1])
+        differentiated = any(map(_requires_grad, read)) if self._flags else not storages.tracked.isdisjoint(key[-1])
         written = facts.written(args, kwargs) if facts.writes else []
         overwritten = tuple([storages.get(tensor) for tensor in written])
         outs: tuple[int, ...] = ()

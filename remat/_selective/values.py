@@ -101,7 +101,7 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
 
 
 def _layout(tensor: torch.Tensor, i: int, form: tuple | None) -> Any:
-    if form is None or form[5] or form[6] or tensor.is_quantized or has_no_memory(tensor):
+    if not is_as_it_lies(form) or tensor.is_quantized or has_no_memory(tensor):
         return UNDESCRIBED
     return _new(Layout, (i, form))
 
