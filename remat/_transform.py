@@ -99,7 +99,13 @@ def remat(
         raise TypeError(_misuse(others))
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if fn is None:
-        return functools.partial(wrapped, options=options)
+        return functools.partial(_decorated, options)
+    return wrapped(fn, options)
+
+
+def _decorated(options: Options, fn: Any, /, *args: Any, **others: Any) -> Any:
+    if args or others:
+        raise TypeError(_misuse(others))
     return wrapped(fn, options)
 
 

@@ -18,7 +18,7 @@ from ._core.state import disable_remat, overriding
 from ._measure.comparison import CheckResult, Difference, checked
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
 from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, Way, relative_times
-from ._modules.region_class import regions
+from ._modules.region_class import regions, regions_of
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, Policy, PolicyLike, as_policy
 from ._policy.warnings import Warned
@@ -154,7 +154,9 @@ def report(
     plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
     if program.turns_to_arguments():
         plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
-    rows = distinct([plain, measured(program, AS_WRITTEN, ways[AS_WRITTEN], plain, objective=objective)])
+    rows = [plain, measured(program, AS_WRITTEN, ways[AS_WRITTEN], plain, objective=objective)]
+    if not (time and any(map(regions_of, program.named_modules.values()))):  # their time may differ alone
+        rows = distinct(rows)
     own = len(rows) > 1 and where is None  # its regions get the policies
     found, notes = list[Costs](), list[str]()
     for label, policy in zip(_labels(asked), asked):

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 
 from ._core.lines import accepts, warn
-from ._measure.program import FROZEN, Program, modules_of
+from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded
@@ -175,7 +175,7 @@ def budget(
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")
     if program.is_frozen:
-        warn(FROZEN)
+        warn(FROZEN if program.is_differentiated() else NOT_DIFFERENTIATED)
     if where is not None:
         chosen = chosen_modules(program.named_modules, where)
         blocks = BlockBudget(**vars(plan_for(program, amount, cost, only=[module for _, module in chosen])))
@@ -192,7 +192,16 @@ def budget(
             f"{shown(model)} captures and gets no modules that could be regions. For a function use "
             f"`remat.remat(fn, policy=remat.policies.budget(amount))`."
         )
-    plan = plan_for(program, amount, cost, others)
+    try:
+        plan = plan_for(program, amount, cost, others)
+    except (TypeError, AttributeError) as error:
+        if len(args) != 1 or not isinstance(args[0], (tuple, list, dict)):
+            raise
+        how = "**batch" if isinstance(args[0], dict) else "*batch"
+        raise TypeError(
+            f"The model doesn't take the {type(args[0]).__name__} as its argument ({error}). Give what it contains: "
+            f"`remat.nn.budget(model, amount, {how})`."
+        ) from error
     plan.apply(program.named_modules)
     return plan
 

@@ -114,7 +114,7 @@ class Plan:
     parameters: int = field(default=0, repr=False)
 
     def __str__(self) -> str:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         groups = grouped(self.regions, attrgetter("name", "kind", "children", "has_regions", "nbytes", "flops"))
         for _, same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
             first, name = same[0], _names([region.name for region in same])
@@ -125,7 +125,11 @@ class Plan:
             if first.children:
                 name += f"[{first.children[0]}:{first.children[1]}]"
             rows.append((name, first.kind, count, saves, flops_text(first.flops)))
-        lines = aligned([("region", "class", "", "saves", "recomputes"), *rows], "<<><") if rows else ["no regions"]
+        lines = (
+            aligned([("region", "class", "", "saves", "recomputes"), *rows], "<<><")
+            if rows
+            else ["no regions are needed"]
+        )
         for reason in dict.fromkeys(self.passed_over.values()):
             names = [name for name, other in self.passed_over.items() if other == reason]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""

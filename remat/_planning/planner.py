@@ -138,6 +138,11 @@ class _Planner:
         Raises:
             RematError: no plan is.
         """
+        # Without regions the step is the fastest, and its predicted peak may be too high.
+        if self._is_free and self.without <= _ABOVE * amount:
+            self._with_options(False)
+            if (peak := _agreed(self._peak((), others))) <= amount:
+                return self._made(amount, peak, (), (0, 0.0, 0.0))
         while True:
             failures = []
             for shared, solver, items in self._searches(amount):

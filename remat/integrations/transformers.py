@@ -63,7 +63,7 @@ def enable(model: M, policy: PolicyLike = None, *, budget: Amount = None, batch:
             f"For other models use `remat.nn.apply`."
         )
     if budget is not None:
-        if policy is not None or batch is None:
+        if policy is not None or not isinstance(batch, Mapping):
             raise TypeError("With a budget give a batch, and no policy: `enable(model, budget='8GiB', batch=batch)`.")
         getattr(found[0], "activation_checkpointing_disable", found[0].gradient_checkpointing_disable)()
         plan_in_place(model, budget, **batch)

@@ -264,6 +264,9 @@ def test_the_time_of_a_step_is_its_ratio_to_the_plain_one() -> None:
     fast = replace(report, rows=(plain, replace(nothing, time=1.3), replace(matmuls, time=1.2)))
     assert [row.label for row in slow.pareto] == ["policy=None"] and "without taking longer" in str(slow)
     assert [row.label for row in fast.pareto] == ["policy=None", "save_matmuls"]
+    linear = remat.nn.apply(model, nn.Linear)  # in regions that cost nothing but time
+    rows = [remat.report(linear, x, policies=[], time=time).rows for time in (True, False)]
+    assert list(map(len, rows)) == [2, 1]
     with pytest.raises(TypeError, match=r"time must be True or False.*in a lambda"):
         remat.report(model, x, time=torch.ones(3))
 

@@ -439,8 +439,12 @@ def test_a_plan_without_a_batch_is_an_error() -> None:
         remat.nn.budget(blocks(), 0.6)
 
 
-def test_a_huge_amount_is_no_limit() -> None:
-    assert remat.nn.budget(blocks(), 2**80, X, loss=squared).flops == 0
+def test_a_model_that_fits_has_no_regions() -> None:
+    """Regions that recompute nothing would take time."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)))
+    plan = remat.nn.budget(model, 2**80, X)
+    assert not plan.regions and str(plan).startswith("no regions are needed\npeak ")
+    assert not remat.nn.budget(model, plan.peak, X).regions
 
 
 def test_a_model_that_is_compiled_is_planned_as_it_is_without() -> None:
