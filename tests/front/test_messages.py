@@ -178,6 +178,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.checkpoint(layer, BIG, use_reentrant=False), "`remat(fn)(x)`"),
     (lambda: remat.checkpoint(layer, BIG, use_reentrant=False), "remat.compat.checkpoint"),
     (lambda: remat.remat(layer, BIG), "remat returns a function"),
+    (lambda: remat.remat(policy=None)(layer, BIG), "remat returns a function"),
     (lambda: remat.remat(layer, prevent_cse=False), "doesn't need the option prevent_cse"),
     (lambda: remat.remat(layer, polcy=None), "no option 'polcy'"),
     (lambda: remat.sequential([layer, layer], 2, BIG), "returns a function"),

@@ -437,6 +437,8 @@ def test_the_statistics_of_layers_that_are_dropped_at_random_are_left_as_they_we
 def test_a_plan_without_a_batch_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"Sequential needs arguments: give a batch, as in `remat.nn.budget\(model"):
         remat.nn.budget(blocks(), 0.6)
+    with pytest.raises(TypeError, match=r"doesn't take the tuple.*Give what it contains: .*\*batch"):
+        remat.nn.budget(blocks(), 0.6, (X,))
 
 
 def test_a_model_that_fits_has_no_regions() -> None:
