@@ -124,6 +124,14 @@ def collector_off() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def filled_memory() -> Iterator[None]:
+    """Fill the memory that `torch.empty` returns with NaN, or the largest integer."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture
 def far(monkeypatch: pytest.MonkeyPatch) -> Copies:
     """Treat tensors on the CPU as tensors on a device without streams."""

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from copy import deepcopy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_programs import PROGRAMS, W, block, given, grads, plain, value_and_grad
+from cases import run_program
+from compiled_programs import CONTEXTS, PROGRAMS, W, block, given, grads, keeps_products, plain, value_and_grad
 from graphs import count, graphs_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import remat
 from remat import compat, disable_remat, is_disabled, is_recomputing, policies
@@ -116,13 +113,8 @@ class Scaled:
         return (x * self.factor).sin().exp()
 
 
-def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return op is torch.ops.aten.mm.default
-
-
 row = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
 scaled = Scaled()
-CONTEXTS = functools.partial(create_selective_checkpoint_contexts, keeps_products)
 MADE: dict[str, Callable] = {
     "partial": lambda x: remat.remat(functools.partial(torch.mul, x))(x).sin(),
     "sequential": lambda x: remat.sequential([torch.sin, torch.exp, torch.tanh], 2)(x),
@@ -283,7 +275,4 @@ for body, backend, take, policy in CASES:
 
 def test_a_failed_compilation_leaves_later_regions_working() -> None:
     """In its own process, as torch may leave levels active after a compiled transform raises."""
-    command, root = [sys.executable, "-W", "ignore", "-c", FAILS], Path(remat.__file__).parents[1]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=root)
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("failed") >= 5
+    assert run_program(FAILS).count("failed") >= 5

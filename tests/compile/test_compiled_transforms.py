@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -10,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_programs import plain
+from compiled_programs import CONTEXTS, keeps_products, plain
 from graphs import Allocations, count, graphs_of, handed_over, peak
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from remat import checkpoint_name, compat, disable_remat, policies, remat
 
@@ -335,10 +334,6 @@ def products(f: Callable) -> int:
     return count(graphs.inference)
 
 
-def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return op is torch.ops.aten.mm.default
-
-
 def one_after_another(first: Any, second: Any) -> Callable:
     regions = [remat(block, policy=policy) for policy in (first, second)]
     return lambda x, w1, w2: regions[1](regions[0](x, w1, w2), w1, w2)
@@ -353,7 +348,6 @@ def by_checkpoint(**options: Any) -> Callable:
     return chain(lambda f: lambda *args: compat.checkpoint(f, *args, **options), 2)
 
 
-CONTEXTS = functools.partial(create_selective_checkpoint_contexts, keeps_products)
 PRODUCTS: dict[str, tuple[Callable, int]] = {
     "no policy": (chain(remat, 2), 14),
     "checkpoint": (by_checkpoint(), 14),

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerator import DEVICE, backend
 from cases import assert_same
+from on_device import POLICIES, leaf, states
 from torch import Tensor, nn
 
 from remat import is_recomputing, override, policies, remat
@@ -20,15 +21,6 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(backend.is_available() and backend.device_count() < 2, reason="needs two devices"),
 ]
-POLICIES = [None, policies.save_matmuls, policies.offload(policies.save_matmuls)]
-
-
-def leaf(device: Any, *shape: int) -> Tensor:
-    return torch.randn(*shape).to(device).requires_grad_()
-
-
-def states() -> list[Tensor]:
-    return [torch.get_rng_state(), *backend.get_rng_state_all()]
 
 
 def dropped(x: Tensor) -> Tensor:
@@ -63,20 +55,20 @@ def test_current_device(where: str, forward: int, backward: int, policy: Any) ->
     def fn(x: Tensor) -> Tensor:
         return (dropped(x) * torch.rand(4, device=DEVICE).to(x.device)).exp()
 
-    draws_alike(fn, leaf(where, 4, 4), policy=policy, forward=forward, backward=backward)
+    draws_alike(fn, leaf(4, 4, device=where), policy=policy, forward=forward, backward=backward)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
 @pytest.mark.parametrize("to", [f"{DEVICE}:0", f"{DEVICE}:1"])
 def test_draws_on_a_device_without_arguments(where: str, to: str, policy: Any) -> None:
-    draws_alike(lambda x: dropped(x.to(to)).cos(), leaf(where, 4, 4), policy=policy)
+    draws_alike(lambda x: dropped(x.to(to)).cos(), leaf(4, 4, device=where), policy=policy)
 
     def fn(x: Tensor) -> Tensor:
         with backend.device(to):
             return (x.sin() * torch.rand(4, device=DEVICE).to(x.device)).exp()
 
-    draws_alike(fn, leaf(where, 4, 4), policy=policy)
+    draws_alike(fn, leaf(4, 4, device=where), policy=policy)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
@@ -84,7 +76,7 @@ def test_two_devices_in_one_region(policy: Any) -> None:
     def fn(x: Tensor, y: Tensor) -> Tensor:
         return (dropped(x) * dropped(y).to(x.device)).cos()
 
-    draws_alike(fn, leaf(f"{DEVICE}:0", 4, 4), leaf(f"{DEVICE}:1", 4, 4), policy=policy)
+    draws_alike(fn, leaf(4, 4, device=f"{DEVICE}:0"), leaf(4, 4, device=f"{DEVICE}:1"), policy=policy)
 
 
 def test_the_current_device_is_restored_after_an_error() -> None:
@@ -94,7 +86,7 @@ def test_the_current_device_is_restored_after_an_error() -> None:
         return x.sin().exp()
 
     runs = iter([False, True])
-    x = leaf("cpu", 4)
+    x = leaf(4, device="cpu")
     with backend.device(1):
         out = remat(fn)(x).sum()
     with pytest.raises(RuntimeError, match="in the recompute"):
@@ -211,12 +203,12 @@ def test_is_recomputing_in_a_backward_inside(where: str, to: str) -> None:
             g = torch.autograd.grad(Notes.apply(y.sin(), noted).sum(), y)[0].to(x.device)
         return (x * g).sin()
 
-    x = leaf(where, 4)
+    x = leaf(4, device=where)
     out = remat(fn)(x).sum()
     assert noted == [False]
     out.backward()
     assert noted == [False, True] and not is_recomputing()
-    Notes.apply(leaf(to, 4), noted).sum().backward()
+    Notes.apply(leaf(4, device=to), noted).sum().backward()
     assert noted == [False, True, False]  # it is not recomputing any longer in the thread of the device
 
 
@@ -246,7 +238,7 @@ def test_override_around_a_forward_applies_in_the_threads_of_devices(where: str,
         ends.append("recompute" if is_recomputing() else "forward")
         return y
 
-    x = leaf(where, 4)
+    x = leaf(4, device=where)
 
     def gradient(fn: Callable) -> Tensor:
         ends.clear()

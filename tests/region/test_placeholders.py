@@ -7,7 +7,7 @@ import ctypes
 import pickle
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,7 @@ from remat import checkpoint_name, policies, remat
 
 N = 4
 NAMES = policies.save_only_these_names("h")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def filled_memory() -> Iterator[None]:
-    """Fill the memory that `torch.empty` returns with NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = pytest.mark.usefixtures("filled_memory")
 
 
 def derivatives(fn: Callable[[Tensor], Tensor], size: int = N) -> list[Tensor]:

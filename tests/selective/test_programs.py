@@ -5,7 +5,7 @@ Uninitialized memory is filled with NaN here, so that a value which was never co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,15 +28,7 @@ Wrap = Callable[[Fn], Fn]
 N = 4
 W, COMPLEX = rand(N, N, seed=77, grad=False) / 2, rand(N, N, dtype=torch.complex128, grad=False)
 WEIGHT, BIAS = rand(N, seed=1, grad=False), rand(N, seed=2, grad=False)
-pytestmark = pytest.mark.filterwarnings("ignore:The policy")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def filled_memory() -> Iterator[None]:
-    """Fill the memory that `torch.empty` returns with NaN, or the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [pytest.mark.usefixtures("filled_memory"), pytest.mark.filterwarnings("ignore:The policy")]
 
 
 def operators(names: str) -> policies.Policy:
