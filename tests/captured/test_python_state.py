@@ -1,6 +1,6 @@
 """Python state that a region reads, and that changes after its first run: the recompute sees the earlier state.
 
-The last tests are of tensors that a region appends to a list or dict, as libraries do to collect outputs.
+Some tests are of tensors that a region appends to a list or dict, as libraries do to collect outputs.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import weakref
-from collections import OrderedDict, defaultdict, deque
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from operator import is_
 from pathlib import Path
@@ -239,41 +239,6 @@ def test_a_recompute_reads_the_state_of_the_first_run(name: str, way: Callable, 
     assert_same(state, wanted)
 
 
-def test_the_same_objects_remain_after_a_backward() -> None:
-    layer, used, x = Cached(), torch.sin, X.clone().requires_grad_()
-
-    def fn(x: Tensor) -> Tensor:
-        nonlocal used
-        y = used(layer(x))
-        used = torch.cos if is_recomputing() else used
-        return y.exp() * 2
-
-    f, cache = remat(fn, early_stop=False), layer.cache
-    out = f(x) + f(x)
-    items, before = list(cache), dict(vars(layer))
-    out.sum().backward()
-    assert used is torch.sin and layer.cache is cache and len(cache) == 2 and all(map(is_, cache, items))
-    assert list(vars(layer)) == list(before) and all(map(is_, vars(layer).values(), before.values()))
-
-
-@pytest.mark.parametrize("way", [by_autograd, by_grad])
-def test_an_exception_in_a_recompute_leaves_the_state(way: Callable) -> None:
-    module, fail = Scaled(), deque([False])  # a container that is not restored
-    module.runs, module.log = 0, (log := [])  # type: ignore[var-annotated]
-
-    def fn(x: Tensor) -> Tensor:
-        module.runs, module.weight.scale = module.runs + 1, 8.0
-        module.log.append(module.runs)
-        return 1 / 0 if fail[0] else module(x * module.runs)
-
-    def change() -> None:
-        module.runs, module.weight.scale, fail[0] = 5, 7.0, True
-
-    with pytest.raises(ZeroDivisionError):
-        way(remat(fn), X, change)
-    assert (module.runs, module.weight.scale) == (5, 7.0) and module.log is log == [1]
-
-
 def test_tensors_in_attributes_of_parameters_are_left_alone() -> None:
     """A gradient that a backward has stored, as opacus and Megatron do: no region saves it, or loses it."""
     module: Any = Scaled()
@@ -287,20 +252,6 @@ def test_tensors_in_attributes_of_parameters_are_left_alone() -> None:
     loss.backward()
     assert module.weight.none is new is module.center.new is module.weight.list[0]
     assert not hasattr(module.weight, "old")
-
-
-@pytest.mark.parametrize("make", [lambda i: [i + 1.0], lambda i: {0: i + 1.0}])
-def test_a_container_that_is_made_anew_in_each_step_of_a_loop(make: Callable) -> None:
-    """A later one may lie at the address of an earlier one, which is free by then."""
-
-    def steps(wrap: Wrap) -> Tensor:
-        x, total = X.clone().requires_grad_(), torch.zeros(())
-        for i in range(6):
-            factors = make(i)
-            total = total + wrap(lambda x: (x * factors[0]).sin())(x).sum()
-        return torch.autograd.grad(total, x)[0]
-
-    assert_same(steps(remat), steps(lambda fn: fn))
 
 
 @pytest.mark.parametrize("way", [by_autograd, by_grad])
@@ -362,90 +313,27 @@ def test_a_region_in_a_region_stores_its_activation(name: str) -> None:
     assert_same(torch.autograd.grad(out.square().sum(), weight), torch.autograd.grad(expected, weight))
 
 
-HELD = SimpleNamespace()
 WRAPS: dict[str, Callable] = {
     "remat": remat,
     "a policy": remat(policy=policies.save_ops("aten.mm", "aten.sin")),
     "nested": lambda f: remat(lambda x: remat(f)(x)),
     "without early stop": remat(determinism_check="values", early_stop=False),
 }
-every_wrap = pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
-Loss = Callable[[Tensor, list, list], Any]
 
 
-# A new place for collected tensors, how one is added, and the list with those of all layers.
-PLACES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], object], Callable[[Any], list]]] = {
-    "list": (list, list.append, lambda outs: outs),
-    "nested containers": (
-        lambda: defaultdict(list, kept=[{"t": []}]),
-        lambda outs, t: (outs["kept"][0]["t"].append(t), outs[f"other {len(outs)}"].append((1, t))),
-        lambda outs: outs["kept"][0]["t"],
-    ),
-}
-
-
-def total(y: Tensor, outs: list) -> Tensor:
-    return y.sum() + sum(t.sum() for t in outs)
-
-
-# How the loss uses the collected tensors.
-LOSSES: dict[str, Loss] = {
-    "all": lambda y, outs, weights: [
-        torch.autograd.grad(total(y, outs), weights, retain_graph=again) for again in (True, True, False)
-    ],
-    "one": lambda y, outs, weights: torch.autograd.grad(outs[1].sum(), weights[:2]),
-    "none": lambda y, outs, weights: y.detach(),
-    "cleared": lambda y, outs, weights: torch.autograd.grad((total(y, outs), outs.clear())[0], weights),
-}
-
-
-@pytest.mark.sampled(2)
-@every_wrap
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.usefixtures("collector_off")
-def test_collected_tensors_have_their_derivatives_and_are_freed(place: str, loss: str, wrap: Callable) -> None:
-    """Nothing of a step is alive after it, and the containers have the same contents as without remat."""
-    make, add, collected = PLACES[place]
-
-    def program(wrap: Callable) -> Any:
-        weights = [torch.linspace(-i, 1, 64).view(8, 8).requires_grad_() for i in range(3)]
-
-        def layer(weight: Tensor) -> Callable:
-            def f(x: Tensor) -> Tensor:
-                h = (x @ weight).tanh()
-                add(HELD.outs, (h * h).sin())
-                return h.cos().sin()
-
-            return wrap(f)
-
-        regions, x = [layer(weight) for weight in weights], torch.ones(4, 8)
-
-        def step() -> Any:
-            HELD.outs, y = make(), x
-            for region in regions:
-                y = region(y)
-            outs = collected(HELD.outs)
-            before = list(outs)
-            result = LOSSES[loss](y, outs, weights)
-            assert len(outs) == (0 if loss == "cleared" else 3) and all(map(is_, outs, before))
-            HELD.outs = make()
-            return result, [t.detach().clone() for t in before]
-
-        leaked_bytes(step)  # the first step may leave some
-        return step(), leaked_bytes(step)
-
-    assert_same(program(wrap), (program(lambda f: f)[0], 0))
-
-
-@every_wrap
 def test_a_region_reads_what_was_collected(wrap: Callable) -> None:
-    """The result depends on the list: on its length, its tensors with their histories, and on what isn't a tensor."""
+    """The result depends on the list: on its length, its tensors with their histories, and on what isn't a tensor.
 
-    def program(wrap: Callable) -> Any:
+    Nothing is alive after the containers have been cleared, with a backward or without.
+    """
+
+    def program(wrap: Callable, backward: bool = True) -> Any:
         outs: list[Any] = ["start"]
         seen: dict[Any, Any] = {}
-        around: dict[str, Any] = {"outs": outs, "seen": seen}  # the same containers, and one that holds itself
+        # The same containers, one that is made by a class, and one that holds itself.
+        around: dict[str, Any] = defaultdict(list, outs=outs, seen=seen)
         around["self"] = around
 
         def f(x: Tensor) -> Tensor:
@@ -454,19 +342,28 @@ def test_a_region_reads_what_was_collected(wrap: Callable) -> None:
                 h = h + t.cos() * h
             outs.append(h.exp())
             seen[len(outs)] = h.detach()
+            around["pairs"].append({"t": (len(outs), h.cos())})
             return (h * sum(around["seen"].values())).tanh().sin()
 
         x, region = torch.linspace(-1, 1, 6).requires_grad_(), wrap(f)
         out = region(region(region(x)))
-        state = list(outs), list(seen)
-        gradients = torch.autograd.grad(out.sum() + outs[-1].sum(), x, retain_graph=True)
-        outs, replaced = [], outs
-        again = torch.autograd.grad(out.sum(), x)
-        assert outs == [] and around["outs"] is replaced and around["self"] is around
-        assert len(replaced) == 4 and all(map(is_, replaced, state[0])) and list(seen) == state[1]
-        return out.detach(), gradients, again, list(seen.values())
+        state, result = (list(outs), list(seen), list(around["pairs"])), None
+        if backward:
+            loss = out.sum() + outs[-1].sum() + sum(pair["t"][1].sum() for pair in around["pairs"])
+            gradients = torch.autograd.grad(loss, x, retain_graph=True)
+            of_one = torch.autograd.grad(outs[2].sum(), x, retain_graph=True)
+            outs, replaced = [], outs
+            again = torch.autograd.grad(out.sum(), x)
+            assert outs == [] and around["outs"] is replaced and around["self"] is around
+            assert all(map(is_, [*replaced, *around["pairs"]], [*state[0], *state[2]])) and len(replaced) == 4
+            assert list(seen) == state[1] and len(around["pairs"]) == 3
+            result = out.detach(), gradients, of_one, again, list(seen.values())
+        for container in (outs, around["outs"], seen, around):
+            container.clear()
+        return result
 
     assert_same(program(wrap), program(lambda f: f))
+    assert [leaked_bytes(program, wrap, backward) for backward in (True, False)] == [0, 0]
 
 
 def test_a_user_module_may_have_the_name_of_one_of_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
