@@ -138,19 +138,15 @@ def runs_differ(first: Callable, again: Callable) -> Callable:
     return lambda x: (again if next(runs) else first)(x)
 
 
-def three(x: Tensor) -> Tensor:
-    return x.sin().exp().sin()
-
-
-# What the recompute does instead of `three`, and which values of `determinism_check` notice it: torch's, and remat's.
+# What the recompute does instead of `deep`, and which values of `determinism_check` notice it: torch's, and remat's.
 DIFFERENCES: dict[str, tuple[Callable, set, set]] = {
-    "shape": (lambda x: three(x[:1]), {"default"}, {"default", "metadata", "values"}),
-    "dtype": (lambda x: three(x.float()), {"default"}, {"default", "metadata", "values"}),
+    "shape": (lambda x: deep(x[:1]), {"default"}, {"default", "metadata", "values"}),
+    "dtype": (lambda x: deep(x.float()), {"default"}, {"default", "metadata", "values"}),
     "number": (lambda x: x.sin().exp(), {"default", "none"}, {"default", "metadata", "values", "none"}),
-    "strides": (lambda x: x.sin().t().contiguous().t().exp().sin(), set(), {"default", "metadata", "values"}),
-    "operation": (lambda x: x.sin().tanh().sin(), set(), {"default", "metadata", "values"}),
-    "values": (lambda x: three(x + 1), set(), {"values"}),
-    "nothing": (three, set(), set()),
+    "strides": (lambda x: x.sin().t().contiguous().t().exp().sin().cos(), set(), {"default", "metadata", "values"}),
+    "operation": (lambda x: x.sin().tanh().sin().cos(), set(), {"default", "metadata", "values"}),
+    "values": (lambda x: deep(x + 1), set(), {"values"}),
+    "nothing": (deep, set(), set()),
 }
 
 
@@ -162,7 +158,7 @@ def test_what_a_determinism_check_notices(module: Any, difference: str) -> None:
     for check in ("default", "none") if is_torch(module) else ("default", "metadata", "values", "none"):
         noticed = check in (theirs if is_torch(module) else ours)
         with pytest.raises(CheckpointError) if noticed else contextlib.nullcontext():
-            gradient(module, runs_differ(three, again), determinism_check=check)
+            gradient(module, runs_differ(deep, again), determinism_check=check)
 
 
 @both
@@ -179,7 +175,7 @@ def test_wrong_arguments_are_errors(module: Any, grad: bool) -> None:
 def detail(module: Any, setting: Any = None, **options: Any) -> bool:
     """Whether the error of a region whose recompute differs lists the operations of both runs."""
     with pytest.raises(CheckpointError) as raised, setting or contextlib.nullcontext():
-        gradient(module, runs_differ(three, DIFFERENCES["shape"][0]), **options)
+        gradient(module, runs_differ(deep, DIFFERENCES["shape"][0]), **options)
     return "slice" in str(raised.value) and "test_compat_checkpoint.py" in str(raised.value)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, rand
+from cases import module as made
 from comparison import FAIRSCALE, OTHER, SAME, Fails, Outcome, libraries
 from host_copies import Copies
 from torch import Tensor, nn
@@ -67,12 +68,6 @@ class Calls(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.fn(x)
-
-
-def made(make: Callable[..., Any] = Block, *args: Any) -> Any:
-    """The same module in each call."""
-    torch.manual_seed(0)
-    return make(*args).double()
 
 
 X = rand(5, 4)
@@ -157,7 +152,7 @@ def test_plain_calls_while_checkpointing_is_disabled_and_without_grad(lib: Any) 
 
 @row("`checkpoint_wrapper(module)`", "reference cycle", "the recompute")
 def test_the_module_itself_changes_and_saves_its_inputs(lib: Any) -> None:
-    module, plain, x = made(), made(), rand(64, 4)
+    module, plain, x = made(Block), made(Block), rand(64, 4)
     assert lib.checkpoint_wrapper(module) is module
     result, inside = x.nbytes, 5 * x.nbytes
     assert held_bytes(plain, x) >= result + inside
@@ -174,7 +169,7 @@ def test_the_module_itself_changes_and_saves_its_inputs(lib: Any) -> None:
 @compared("keyword arguments")
 def test_keyword_arguments(wrap: Callable) -> Any:
     shift = rand(4, seed=3)
-    return step(wrap(made()), x=X, scale=2.0, shift=shift), shift.grad
+    return step(wrap(made(Block)), x=X, scale=2.0, shift=shift), shift.grad
 
 
 @compared("tensors in containers among the arguments", theirs=Fails(RuntimeError, "does not require grad"))
@@ -197,7 +192,7 @@ def test_batch_norm_is_updated_once(wrap: Callable, way: str) -> Any:
 
 @compared("autocast", theirs=OTHER)
 def test_autocast_is_that_of_the_first_run(wrap: Callable) -> Any:
-    module = wrap(made(nn.Linear, 4, 4).float())
+    module = wrap(made(lambda: nn.Linear(4, 4)).float())
     with torch.autocast("cpu", torch.bfloat16):
         out = module(X.float())
     out.float().square().sum().backward()
@@ -206,7 +201,7 @@ def test_autocast_is_that_of_the_first_run(wrap: Callable) -> Any:
 
 @compared("`retain_graph=True`, and backward again")
 def test_repeated_backward(wrap: Callable) -> Any:
-    module = wrap(made())
+    module = wrap(made(Block))
     loss = module(X).sum()
     loss.backward(retain_graph=True)
     loss.backward()
@@ -225,15 +220,15 @@ def test_inputs_that_were_changed_in_place_are_an_error(wrap: Callable) -> Any:
 
 @compared("`state_dict`, names, `isinstance`, `repr`")
 def test_names_and_state_are_unchanged(wrap: Callable) -> Any:
-    module = wrap(made())
-    module.load_state_dict({k: v + 1 for k, v in made().state_dict().items()})
+    module = wrap(made(Block))
+    module.load_state_dict({k: v + 1 for k, v in made(Block).state_dict().items()})
     names = [[n for n, _ in getattr(module, f"named_{kind}")()] for kind in ("modules", "parameters")]
     return names, dict(module.state_dict()), isinstance(module, Block), repr(module), step(module)
 
 
 @compared("`copy.deepcopy`", theirs=OTHER)
 def test_a_deep_copy_has_its_own_weights(wrap: Callable) -> Any:
-    module = wrap(made())
+    module = wrap(made(Block))
     again = copy.deepcopy(module)
     with torch.no_grad():
         for p in again.parameters():
@@ -243,7 +238,7 @@ def test_a_deep_copy_has_its_own_weights(wrap: Callable) -> Any:
 
 @compared("hooks of the module")
 def test_hooks_run_outside_of_the_region(wrap: Callable) -> Any:
-    module, log = wrap(made()), []
+    module, log = wrap(made(Block)), []
     module.register_forward_pre_hook(lambda m, args: log.append("before"))
     module.register_forward_hook(lambda m, args, out: (log.append("after"), out * 2)[1])
     module.register_full_backward_hook(lambda m, to_in, to_out: log.append("backward"))
@@ -268,7 +263,7 @@ pickled = lambda module: pickle.loads(pickle.dumps(module))
 
 
 def patched() -> nn.Module:
-    module = made(nn.Linear, 4, 4)
+    module = made(lambda: nn.Linear(4, 4))
     module.forward = lambda x: (x * 3).sin().exp()
     return module
 
@@ -281,7 +276,7 @@ PROGRAMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [
     ("which results require grad", OTHER, lambda wrap: [t.requires_grad for t in wrap(Calls(two))(X)]),
     ("hooks that it adds", OTHER, lambda wrap: [len(m._forward_hooks) for m in wrap(made(norms)).modules()]),
     ("random numbers", OTHER, lambda wrap: step(wrap(Calls(noise(torch.Generator().manual_seed(0)))))),
-    ("`torch.func`", Fails(RuntimeError, "functorch"), lambda wrap: torch.vmap(wrap(made()))(H)),
+    ("`torch.func`", Fails(RuntimeError, "functorch"), lambda wrap: torch.vmap(wrap(made(Block)))(H)),
     ("pickle, `torch.save` of the module", Fails(TypeError, "weakref"), lambda wrap: pickled(wrap(nn.Tanh()))(X)),
     ("a `forward` that was set on the module", OTHER, lambda wrap: wrap(patched())(X)),
 ]
@@ -296,16 +291,16 @@ def test_short_programs(library: str, name: str, theirs: Outcome, program: Calla
 
 @row("`policy`", "wrapped twice")
 def test_a_policy_decides_what_is_saved_and_a_second_wrap_replaces_it() -> None:
-    module, x = made(), rand(64, 4)
+    module, x = made(Block), rand(64, 4)
 
     def kept(policy: Any) -> int:
-        assert_same(step(checkpoint_wrapper(module, policy=policy)), step(made()))
+        assert_same(step(checkpoint_wrapper(module, policy=policy)), step(made(Block)))
         return held_bytes(module, x)
 
     assert kept(policies.save_only_these_names("hidden")) == kept(["aten.tanh"]) == kept(None) + 2 * x.nbytes
-    assert kept(policies.everything_saveable) == held_bytes(made(), x)
+    assert kept(policies.everything_saveable) == held_bytes(made(Block), x)
     with pytest.raises(PolicyError, match="dots"):
-        checkpoint_wrapper(made(), policy="dots")
+        checkpoint_wrapper(made(Block), policy="dots")
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module, got builtin_function_or_method"):
         checkpoint_wrapper(torch.sin)  # type: ignore[type-var]
 
@@ -352,7 +347,7 @@ INSIDE: dict[str, Callable[[nn.Module], Any]] = {
 @pytest.mark.parametrize("inside", INSIDE)
 @row("`offload_to_cpu`")
 def test_where_others_decide_how_inputs_are_saved_nothing_is_offloaded(far: Copies, inside: str) -> None:
-    assert_same(*(INSIDE[inside](m) for m in (checkpoint_wrapper(made(), offload_to_cpu=True), made())))
+    assert_same(*(INSIDE[inside](m) for m in (checkpoint_wrapper(made(Block), offload_to_cpu=True), made(Block))))
     assert not far.out
 
 
@@ -360,14 +355,14 @@ def test_where_others_decide_how_inputs_are_saved_nothing_is_offloaded(far: Copi
 def test_the_wrapper_replaces_torchs_offload_wrapper(far: Copies, recompute: bool) -> None:
     """Around a module, or around a module in torch's wrapper for checkpoints."""
     policy = None if recompute else policies.offload(policies.everything_saveable)
-    ours = checkpoint_wrapper(made(), offload_to_cpu=True, policy=policy)
-    its = torchs.offload_wrapper(torchs.checkpoint_wrapper(made()) if recompute else made())
+    ours = checkpoint_wrapper(made(Block), offload_to_cpu=True, policy=policy)
+    its = torchs.offload_wrapper(torchs.checkpoint_wrapper(made(Block)) if recompute else made(Block))
     counts = [count_ops(lambda: module(X * 2).sum().backward()) for module in (ours, its)]
     assert [count["aten.addmm"] for count in counts] == ([4, 4] if recompute else [2, 2])
     # The input, and the results of `tanh`, `mul` and `exp`. torch's copies two of them twice, and two parameters.
     assert counts[1]["aten.copy_"] >= len(far.out) == (1 if recompute else 4)
-    assert_same(step(ours), step(made()))
-    assert_same(step(its), step(made()), exact=False)  # torch's copies of transposed parameters have other strides
+    assert_same(step(ours), step(made(Block)))
+    assert_same(step(its), step(made(Block)), exact=False)  # torch's copies of transposed parameters have other strides
 
 
 @row("numbers that the module counts up")

@@ -101,20 +101,18 @@ def nested(region: Callable, policy: Any) -> Callable:
     return remat.remat(lambda x: region(x.cos()).tanh() * 2, policy=policy)
 
 
-def trained_as_without_regions(form: str) -> Block:
-    """Compare the training of a block in this form, compiled, with that of its copy without regions."""
+@pytest.mark.parametrize(
+    ("form", "nested_breaks"), [*((form, False) for form in FORMS), ("inside a model", True), ("function", True)]
+)
+def test_state_changes_and_random_numbers_are_drawn_once_per_call(form: str, nested_breaks: bool) -> None:
+    """A region is not cut where Dynamo may break inlined functions."""
     block = Block()
     plain = deepcopy(block)
     with disable_remat():
         expected = training(FORMS[form](plain, None), plain)
     RUNS.clear()
-    assert_same(training(compiled(FORMS[form](block, None)), block), expected)
-    return block
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_state_changes_and_random_numbers_are_drawn_once_per_call(form: str) -> None:
-    block = trained_as_without_regions(form)
+    with torch._dynamo.config.patch(nested_graph_breaks=nested_breaks):
+        assert_same(training(compiled(FORMS[form](block, None)), block), expected)
     assert (block.count.item(), block.norm.num_batches_tracked.item(), block.calls) == (3, 3, 3)
     once = [False, True, True] if form == "nested" else [False, True]
     assert once * 3 == RUNS
@@ -135,13 +133,6 @@ def test_the_backward_is_the_same_as_in_eager_mode(form: str, policy: Any) -> No
     for _ in range(2):
         assert counts(f) == eager
     assert eager[0] == (policy is not NAMES)
-
-
-@pytest.mark.parametrize("form", ["inside a model", "function"])
-def test_a_region_is_not_cut_where_dynamo_may_break_inlined_functions(form: str) -> None:
-    with torch._dynamo.config.patch(nested_graph_breaks=True):
-        trained_as_without_regions(form)
-    assert RUNS == [False, True] * 3
 
 
 def test_disable_remat_is_active_after_a_break() -> None:

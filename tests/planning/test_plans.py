@@ -367,6 +367,8 @@ def test_arguments_in_another_order_and_frozen_parameters() -> None:
     for wrong in ((model, LAYER, 0.6, x), ("4GiB", model, x), (model, x, 0.5)):
         with pytest.raises(TypeError, match=r"remat.nn.budget\(model, '8GiB', \*batch\)"):
             remat.nn.budget(*wrong, loss=loss)
+    with pytest.raises(TypeError, match=r"Decoder needs arguments: give a batch, as in `remat.nn.budget\(model"):
+        remat.nn.budget(model, 0.6)
     frozen = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).requires_grad_(False)
     with pytest.warns(remat.RematWarning, match="No parameter and no argument requires grad"):
         remat.nn.budget(frozen, 1.0, torch.randn(4, 8))
@@ -434,9 +436,7 @@ def test_the_statistics_of_layers_that_are_dropped_at_random_are_left_as_they_we
     assert_same(dict(model.named_buffers()), before)
 
 
-def test_a_plan_without_a_batch_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"Sequential needs arguments: give a batch, as in `remat.nn.budget\(model"):
-        remat.nn.budget(blocks(), 0.6)
+def test_a_batch_that_is_not_unpacked_is_an_error() -> None:
     with pytest.raises(TypeError, match=r"doesn't take the tuple.*Give what it contains: .*\*batch"):
         remat.nn.budget(blocks(), 0.6, (X,))
 
