@@ -18,8 +18,9 @@ def given(rows: int = 2) -> Tensor:
 
 
 def value_and_grad(f: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
     out = f(x)
-    return out.detach(), torch.autograd.grad(out.sum(), x)[0]
+    return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
 
 
 def plain(f: Callable) -> Callable:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_programs import value_and_grad
 from torch import Tensor, nn
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -41,12 +42,6 @@ def compiled(f: Callable) -> Callable:
 def regions(counter: CompileCounterWithBackend) -> int:
     """The number of regions in compiled graphs."""
     return sum("tag_activation_checkpoint" in str(n.target) for graph in counter.graphs for n in graph.graph.nodes)
-
-
-def value_and_grad(f: Callable, x: Tensor = X) -> tuple[Tensor, Tensor]:
-    x = x.detach().requires_grad_()
-    out = f(x)
-    return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
 
 
 def training(f: Callable, model: nn.Module) -> list[Tensor]:
@@ -166,20 +161,20 @@ def test_python_runs_a_region_that_takes_a_derivative(fn: Callable, policy: Any)
         RUNS.append(is_recomputing()) if not torch.compiler.is_compiling() else None
         return fn(x)
 
-    expected = value_and_grad(fn)
+    expected = value_and_grad(fn, X)
     f = compiled(remat.remat(region, policy=policy))
     for _ in range(2):
-        torch.testing.assert_close(value_and_grad(f), expected)
+        torch.testing.assert_close(value_and_grad(f, X), expected)
     assert RUNS.count(True) == 2  # Python recomputes it, once a step
     later = torch.compile(remat.remat(smooth), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(value_and_grad(later), value_and_grad(smooth))
+    torch.testing.assert_close(value_and_grad(later, X), value_and_grad(smooth, X))
 
 
 def test_the_code_around_such_a_region_is_compiled() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     taken, plain = compat.checkpoint(use_reentrant=False)(by_grad), remat.remat(smooth)
     model = torch.compile(lambda x: plain(taken(plain(x))), backend=counter)
-    torch.testing.assert_close(value_and_grad(model), value_and_grad(lambda x: smooth(by_grad(smooth(x)))))
+    torch.testing.assert_close(value_and_grad(model, X), value_and_grad(lambda x: smooth(by_grad(smooth(x))), X))
     assert regions(counter) == 2
 
 
@@ -187,7 +182,7 @@ def test_the_code_around_such_a_region_is_compiled() -> None:
 def test_a_region_that_calls_another_transform_is_compiled(fn: Callable) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     f = torch.compile(remat.remat(fn), backend=counter, fullgraph=True)
-    torch.testing.assert_close(value_and_grad(f), value_and_grad(fn))
+    torch.testing.assert_close(value_and_grad(f, X), value_and_grad(fn, X))
     assert regions(counter) == 1
 
 
@@ -257,7 +252,7 @@ def test_a_parameter_that_a_region_changes_is_an_error_as_in_eager_code() -> Non
     table = nn.Embedding.from_pretrained(X.clone(), freeze=False, max_norm=0.5)
     f = compiled(remat.remat(lambda x: table(torch.arange(4)).sin() * x.exp()))
     with pytest.raises(MutationError, match="changed in place by the region itself"):
-        value_and_grad(f)
+        value_and_grad(f, X)
 
 
 @pytest.mark.parametrize(

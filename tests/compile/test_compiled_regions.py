@@ -78,15 +78,6 @@ def test_a_model_is_compiled_once_for_all_sizes_and_recomputes_as_in_eager_code(
     assert products[0] == products[1] + 3
 
 
-def test_dropout_has_the_same_mask_in_the_recompute() -> None:
-    f = compiled(remat.remat(lambda x: F.dropout(x.sin(), 0.5) * x))
-    x = torch.linspace(1, 2, 64, requires_grad=True)
-    out, gradient = value_and_grad(f, x)
-    mask = out.ne(0)
-    assert 10 < mask.sum() < 54
-    torch.testing.assert_close(gradient, torch.where(mask, 2 * (x.cos() * x + x.sin()), 0.0).detach())
-
-
 @pytest.mark.parametrize("module", [False, True])
 def test_a_region_around_a_compiled_function(module: bool) -> None:
     layer = nn.Sequential(nn.Linear(6, 6), nn.Tanh()) if module else lambda x: block(x, W)
