@@ -109,15 +109,6 @@ def test_hooks_fire_outside_of_the_region_as_often_as_before(before: bool, way: 
     assert_same(*results)
 
 
-def test_hooks_inside_a_region_fire_in_the_recompute_too_but_backward_hooks_once() -> None:
-    log: list[Any] = []
-    model = regions("in place")
-    model.blocks[2].up.register_full_backward_hook(lambda m, i, o: log.append("backward"))
-    model.blocks[2].up.register_forward_hook(lambda m, i, o: log.append(is_recomputing()))
-    step(model)
-    assert log == [False, True, "backward"]
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
