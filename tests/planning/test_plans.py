@@ -123,20 +123,12 @@ class Caching(nn.Module):
 class Inside(nn.Module):
     """Calls a module in a transform."""
 
-    def __init__(self, transform: Callable) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.mlp, self.transform = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)), transform
+        self.mlp = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.transform(self.mlp)(x)
-
-
-def in_transform(transform: Callable) -> nn.Module:
-    return nn.Sequential(layer(), Inside(transform), layer(), Inside(transform))
-
-
-def derivative(fn: Callable) -> Callable:
-    return lambda x: torch.func.jvp(fn, (x,), (x,))[1]
+        return torch.func.vmap(self.mlp)(x)
 
 
 def blocks(count: int = 5, *args: Any) -> nn.Module:
@@ -173,14 +165,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable, tuple[float, 
     "calls without gradients": (Consistent, X, squared, (0.55,)),
     "an argument that a call changes": (Caching, X, squared, (0.6,)),
     "frozen weights with adapters": (lambda: nn.Sequential(*(Adapted() for _ in range(5))), X, squared, (0.6,)),
-    "calls in vmap": (lambda: in_transform(torch.func.vmap), X, squared, (0.7,)),
-    "calls in jvp": (lambda: in_transform(derivative), X, squared, (0.7,)),
+    "calls in vmap": (lambda: nn.Sequential(layer(), Inside(), layer(), Inside()), X, squared, (0.7,)),
 }
 NAMES = {  # that the regions of a model have
     "a module that is called more than once": "0",
     "calls without gradients": "body.[0-5]",
     "calls in vmap": "(?!.*mlp).*",
-    "calls in jvp": "(?!.*mlp).*",
 }
 
 

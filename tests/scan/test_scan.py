@@ -429,18 +429,6 @@ def test_a_backward_in_a_step_recomputes_nothing(transform: str) -> None:
         assert len(calls) == 12 + least
 
 
-@pytest.mark.parametrize("checkpoints", [2, None])
-@pytest.mark.parametrize("policy", [None, policies.save_matmuls, policies.everything_saveable], ids=str)
-def test_a_region_around_a_loop(policy: Any, checkpoints: int | None) -> None:
-    def fn(each: Loop) -> Callable:
-        return lambda h: sum((t**2).sum() for t in each(lambda h, x: ((h @ W).sin(), h * 2), h.sin(), length=9))
-
-    region = remat.remat(fn(scan_with(checkpoints)), policy=policy)
-    h = H.clone().requires_grad_()
-    assert_same(*(torch.autograd.grad(f(h), h) for f in (region, fn(loop))))
-    assert_same(*(grad(lambda h, f=f: grad(f)(h).sin().sum())(H) for f in (region, fn(loop))), exact=False)
-
-
 # The number of nested regions that the recursion limit allows, and what makes it smaller.
 NESTED: dict[str, tuple[int, Loop, Callable[[Callable], Callable]]] = {
     "nothing": (80, scan_with(0), lambda fn: fn),
