@@ -345,15 +345,6 @@ def test_a_change_in_place_is_an_error_that_names_the_place(place: str, w: Tenso
     assert x.grad is None and w.grad is None
 
 
-@every_place
-def test_transforms_follow_the_tensor(place: str) -> None:
-    def second_gradient(wrap: Callable) -> Tensor:
-        first = torch.func.grad(lambda w: wrap(PLACES[place][1](w).fn)(torch.ones(3)).sum())
-        return torch.func.grad(lambda w: first(w).sum())(torch.linspace(0.1, 1, 3))
-
-    assert_same(second_gradient(remat), second_gradient(lambda fn: fn))
-
-
 @pytest.mark.parametrize("place", HIDDEN)
 def test_a_place_that_is_not_found(place: str, w: Tensor) -> None:
     """A change in place is an error. With another tensor in the place the result is right, or an error."""

@@ -514,14 +514,6 @@ def test_arguments_that_all_blocks_get(kind: type[Rotated]) -> None:
     assert found.peak == pytest.approx(predicted, rel=0.01)
 
 
-def test_kernels_of_convolutions_take_memory_for_themselves() -> None:
-    # oneDNN's backward of a depthwise convolution of images with channels last.
-    model = nn.Sequential(*(nn.Conv2d(96, 96, 7, padding=3, groups=96) for _ in range(3)))
-    images = torch.randn(8, 96, 2, 2).to(memory_format=torch.channels_last)
-    _, plain, _ = step(model, lambda: squared(model(images)))
-    assert remat.nn.budget(model, 2 * plain, images, loss=squared).without == pytest.approx(plain, rel=0.05)
-
-
 def test_a_printed_plan_has_one_row_for_equal_regions_with_the_range_of_their_numbers() -> None:
     names = ["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp", "head"]
     regions = tuple(RegionPlan(n, "Block", None, False, 1024, 1.0, 1000, ("aten.mm",), (0,)) for n in names)
