@@ -31,7 +31,7 @@ from .watch import Watch
 class Call:
     """What the nodes of one call of a region share of its first run. It owns the tape, so no region may own it."""
 
-    __slots__ = ("batched", "depends", "guards", "operands", "recorder", "tape", "unread", "watch")
+    __slots__ = ("batched", "depends", "guards", "operands", "orders_below", "recorder", "tape", "unread", "watch")
 
     def __init__(self, recorder: Any = None) -> None:
         self.recorder = recorder  # records the first run, under a policy
@@ -41,6 +41,7 @@ class Call:
         self.tape: Tape | None = None
         self.operands: Tensors = ()
         self.guards: Guards = NO_GUARDS  # the operands' guards
+        self.orders_below = 2  # see `Watch`
         self.unread: set[int] = set()  # operands that autograd follows below all levels, and no result depends on
 
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
@@ -80,6 +81,7 @@ class Call:
                 outs = self._first_without_hooks(region, inputs, recorded or follows)
             else:
                 outs = self._first_under_hooks(region, inputs)
+        self.orders_below = self.watch.orders_below
         if fits and not any(isinstance(each, Jvp) for each in transforms):
             self.depends = [t.requires_grad for t in outs]
         if recorded and fits:  # else the results would have a history that the same program without remat hasn't

@@ -208,6 +208,11 @@ def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
     return tensor[...] if followed and tensor.requires_grad else as_leaf(tensor)
 
 
+def order_of(region: Any) -> int:
+    """How many pullbacks a region is made of."""
+    return 0 if region is region.root else isinstance(region, Pullback) + order_of(region.inner)
+
+
 Dims = Sequence[int | None]
 
 

@@ -23,7 +23,7 @@ from .._core.tensors import is_differentiable, is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd, unreached
-from .derived import Batched, Graded, Jvp, Pullback, Tensors, batched_pullback
+from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, order_of
 
 Wanted = Sequence[bool] | None
 
@@ -57,12 +57,11 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     else:
         sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
         batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
-        if wanted is not None and not region.root.graded:
-            # A node above refers to the region, so it may need its pullback, which takes the graph below this level.
-            # The pullback of a pullback doesn't: torch's derivative of a mapped derivative, as of a norm, may be wrong.
-            call.batched[region] = batched
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
+    if wanted is not None and not isinstance(batched, PullbackOfBatched) and call.orders_below > order_of(region):
+        # A node above refers to the region, so it may need its pullback.
+        call.batched[region] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
 

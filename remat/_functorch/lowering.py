@@ -45,6 +45,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                     shared.watch.check_end(outs)
                     if state.watch is not None:
                         state.watch.made(outs)
+                        state.watch.limit(shared.watch.orders_below)
                 shared.watch = shared.recorder = None  # nodes own it, and a watch refers to its region
                 return region.outputs.build(outs, operands)
             except NeedsLevels:
@@ -58,8 +59,6 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             with own_work():
                 shared.guards.roll_back()
                 region.restart(uses_func, needs_levels)
-            if needs_levels and state.watch is not None and not state.watch.region.graded:
-                raise NeedsLevels  # levels are above the region around this one
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:

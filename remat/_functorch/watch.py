@@ -35,6 +35,8 @@ class Watch(TorchFunctionMode):
         """``plain_too``: a ``grad`` level is above. ``recorded``: autograd or forward mode differentiates below."""
         self.region, self.plain_too = region, plain_too
         self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
+        self.differentiates = region.uses_func  # the function takes derivatives itself
+        self.orders = 2 if private.VMAP in region.kinds else None  # see `orders_below`
         self.inputs: set[int] = set()
         self.level: int | None = None  # of the transforms, where the function is called
         self.start = private.next_sequence_number()
@@ -55,6 +57,7 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         with own_work():  # else it would see its own calls
             self._check(func, args)
+            self.limit(_orders_below(func, args, kwargs))
             self.reads(args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)))
         result = func(*args, **kwargs)
         self.made([result] if type(result) is torch.Tensor else tensors(result))
@@ -84,17 +87,25 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
         if self.region.graded:
             return
+        self.differentiates |= func is torch.autograd.grad
         # Dropout draws in the order of elements at a level, in that of memory below.
-        if (
-            (func in _DROPOUT and not args[0].is_contiguous())
-            or (func in _QUERIES and private.GRAD in kinds and self._follows_more())
-            or (self._maps_otherwise(func, args) and private.VMAP in kinds)
+        if (func in _DROPOUT and not args[0].is_contiguous()) or (
+            func in _QUERIES and private.GRAD in kinds and self._follows_more()
         ):
             raise NeedsLevels
 
-    def _maps_otherwise(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether autograd may differentiate a function otherwise below ``vmap`` than above."""
-        return func in _SELECT_SCATTER or (func is private.custom_function_call and not args[0].generate_vmap_rule)
+    def limit(self, orders: int) -> None:
+        """Note that only so many derivatives may be taken below ``vmap``."""
+        if self.orders is not None:
+            self.orders = min(self.orders, orders)
+
+    @property
+    def orders_below(self) -> int:
+        """How many derivatives of the region autograd may take below a ``vmap`` level; 2 stands for all.
+
+        Of some functions that ``vmap`` has mapped, torch computes another derivative there than above the level.
+        """
+        return 2 if self.orders in (None, 2) else self.orders - self.differentiates
 
     def _follows_more(self) -> bool:
         """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""
@@ -171,7 +182,6 @@ _ON_ONE_LEVEL = _HOOKS | {
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 }
 _DROPOUT = {F.dropout, F.alpha_dropout, torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_}
-_SELECT_SCATTER = {torch.select_scatter, torch.Tensor.select_scatter}
 # Functions whose results depend on which tensors autograd follows.
 _QUERIES = {
     torch.autograd.grad,
@@ -181,6 +191,32 @@ _QUERIES = {
     torch.Tensor.is_leaf.__get__,  # type: ignore[attr-defined]
     torch.Tensor.grad_fn.__get__,  # type: ignore[union-attr]
 }
+
+
+def _orders_below(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """How many derivatives of a function autograd takes rightly below a ``vmap`` level; 2 stands for all."""
+    if func in _NORMS:
+        return 1
+    if func is private.custom_function_call:
+        return 2 if args[0].generate_vmap_rule else 0  # the rule may have another derivative
+    is_wrong = (
+        func in _SCATTERS
+        or (func in _REDUCTIONS and len(args) == 1 and not kwargs)  # of the whole tensor, with ties
+        or (func in _EMBEDDINGS and (len(args) > 2 or "padding_idx" in kwargs))
+    )
+    return 0 if is_wrong else 2
+
+
+_NORMS = {
+    F.layer_norm, F.batch_norm, F.instance_norm, torch.layer_norm, torch.batch_norm, torch.instance_norm,
+    torch.native_layer_norm, torch.native_batch_norm,
+}  # fmt: skip
+_SCATTERS = {torch.select_scatter, torch.Tensor.select_scatter}
+_REDUCTIONS = {
+    torch.max, torch.min, torch.median, torch.nanmedian,
+    torch.Tensor.max, torch.Tensor.min, torch.Tensor.median, torch.Tensor.nanmedian,
+}  # fmt: skip
+_EMBEDDINGS = {F.embedding, torch.embedding}
 
 
 def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:
