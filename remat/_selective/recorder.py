@@ -18,6 +18,7 @@ from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
 from .._policy.policy import Budget, as_policy, within
 from .._region.hooks import in_torch_checkpoint
+from ..errors import RematError
 from .mode import RegionMode
 from .program import Plan
 from .recording import Recording
@@ -110,6 +111,8 @@ class Recorder(RegionMode):
             return facts.func(*args, **kwargs)
         if types and is_wrapper_call(types):
             return self._on_wrappers(func, facts, args, kwargs)
+        if private.tracing():
+            raise RematError(TRACES)
         generators = None
         if facts.writes or facts.foreign:  # it overwrites values that may be needed, or may draw without a tag for it
             with without_torch_function():
@@ -192,4 +195,8 @@ INSIDE = (
     "A region with a policy is inside of a region without one, which saves only its own inputs. So its forward saves "
     "nothing; its policy applies only when the outer region is recomputed. Give the policy to the outer region: "
     "`remat.remat(fn, policy=...)`, or `remat.scan(step, ..., policy=...)` if the region is a step of a scan."
+)
+TRACES = (
+    "A region with a policy traces a function, by torch.func.linearize or make_fx. A policy can't tell the operations "
+    "of the trace from those of the region. Use torch.func.jvp, trace outside of the region, or leave out the policy."
 )

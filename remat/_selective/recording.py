@@ -17,7 +17,6 @@ from .._policy.policy import Budget, Policy, Verdict
 from .._policy.predicates import Question, question
 from .._policy.warnings import Warned
 from .._region.hooks import Hooks
-from ..errors import RematError
 from .choices import Choices
 from .program import Log, Program, Step
 from .saved import SavedValues, Saves, Source
@@ -125,8 +124,6 @@ class Recording:
         if last is not None and step == expected:
             verdict = last.verdicts.get(number)
         else:
-            if private.tracing():
-                raise RematError(TRACES)
             last = self._last = None
             verdict = self._verdict(step, facts, args, kwargs, result)
         log.append(step)
@@ -294,9 +291,3 @@ class Recording:
         self.saved_values.release_all()
         self.verdicts.release()
         self._siblings.clear()
-
-
-TRACES = (
-    "A region with a policy traces a function, by torch.func.linearize or make_fx. A policy can't tell the operations "
-    "of the trace from those of the region. Use torch.func.jvp, trace outside of the region, or leave out the policy."
-)

@@ -130,6 +130,14 @@ def tree(params: dict, x: Tensor, *, power: int = 2) -> tuple[dict, dict]:
     return {"h": h**power, "l": [h.exp(), x], "same": h}, {"places": h.argmax(), "h": h}
 
 
+INDICES = torch.tensor([[0, 1, 2, 1], [2, 2, 1, 0]])
+
+
+def step_of(norm: Fn) -> Fn:
+    """A step of gradient descent."""
+    return lambda x, w: w - 0.1 * grad(lambda w: norm(x, w).sin().sum())(w)
+
+
 PARAMS = {"a": {"w": W, "b": [V, (X[1],)]}, "unused": Y[0]}
 
 
@@ -194,6 +202,14 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
             lambda x, w: F.layer_norm(x, (4,), w, w.cos()),
             lambda x, w: F.batch_norm(x, None, None, w, w.cos(), True),
         )
+    ],
+    "a gradient inside, of a norm with mapped weights": lambda wrap: [
+        vmap(grad(lambda x, w: wrap(step_of(norm))(x, w).sin().sum(), (0, 1)))(rand(3, 5, 4), X[:3])
+        for norm in (lambda x, w: F.layer_norm(x, (4,), w), lambda x, w: wrap(F.layer_norm)(x, (4,), w) * 1.5)
+    ],
+    "mapped functions with another derivative below the level": lambda wrap: [
+        vmap(grad(lambda w, i: wrap(F.embedding)(i, w, padding_idx=0).sin().sum()))(rand(2, 3, 2), INDICES),
+        *[vmap(grad(wrap(wrap(fn))))(INDICES.double()) for fn in (torch.max, Tensor.min, torch.median)],
     ],
     "linearize": lambda wrap: [
         linearize(lambda x: wrap(f)(wrap(f)(x)).sin() * x, X)[1](Y),
