@@ -107,6 +107,12 @@ class _Calls(private.DispatchMode):
 class TracedCall(Call):
     """A call of a region in a trace."""
 
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.orders_below = 0  # no `Watch` sees which functions the region calls
+
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
         """Run a region, or a transform of it, on tensors of AOT autograd."""
         root = region.root

@@ -85,9 +85,9 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("an argument or a captured tensor"))
             if private.GRAD in kinds and not self.one_graph:
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
+        self.differentiates |= func is torch.autograd.grad
         if self.region.graded:
             return
-        self.differentiates |= func is torch.autograd.grad
         # Dropout draws in the order of elements at a level, in that of memory below.
         if (func in _DROPOUT and not args[0].is_contiguous()) or (
             func in _QUERIES and private.GRAD in kinds and self._follows_more()

@@ -129,6 +129,12 @@ def of_gradients(wrap: Callable) -> Callable:
     return grad(lambda *args: sum(g.sin().sum() for g in grad(f, (0, 1, 2))(*args)), (0, 1, 2))
 
 
+def of_a_norm(wrap: Callable) -> Callable:
+    f = wrap(lambda x, w: F.layer_norm(x, x.shape[1:], w))
+    first = grad(lambda x, w: f(x, w).sin().sum(), (0, 1))
+    return vmap(grad(lambda x, w: sum(g.square().sum() for g in first(x, w)), (0, 1)))
+
+
 # The compiled function, its arguments, and the peak with regions relative to that without: None if regions are inlined.
 CASES: dict[str, tuple[Callable, list, float | None]] = {
     "grad": (lambda wrap: grad(loss(wrap, 3), (0, 1, 2)), [X, W1, W2], 0.65),
@@ -140,6 +146,7 @@ CASES: dict[str, tuple[Callable, list, float | None]] = {
         [BATCH, W1, W2],
         0.6,
     ),
+    "vmap of grad of grad": (of_a_norm, [BATCH[:2], BATCH[:2, 0].sin()], 2),
     "jacrev": (lambda wrap: jacrev(lambda x: chain(wrap, 3)(x, W1, W2).sum(0)), [X], 1),
     "nested": (lambda wrap: grad(wrap(lambda *args: loss(wrap, 2)(*args)), (0, 1, 2)), [X, W1, W2], 2),
     "captured": (of_captured, [X, W1, torch.randn(32, 8).double()], 1.2),
