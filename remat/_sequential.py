@@ -12,7 +12,7 @@ import torch
 
 from ._core.known import Known
 from ._function import Remat
-from ._policy.policy import PolicyLike
+from ._policy.policy import Policy, PolicyLike
 from ._region.options import DeterminismCheck, checked_options
 from .errors import shown
 
@@ -57,6 +57,8 @@ def sequential(
 
     The square root is from Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
     """
+    if any(isinstance(each, Policy) for each in (segments, *inputs)):
+        raise TypeError("The policy is a keyword argument: `remat.sequential(fs, policy=...)`.")
     if inputs:
         raise TypeError("remat.sequential returns a function, to call with the input: `remat.sequential(fs, 2)(x)`.")
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)

@@ -195,9 +195,10 @@ def budget(
     try:
         plan = plan_for(program, amount, cost, others)
     except (TypeError, AttributeError) as error:
-        if len(args) != 1 or not isinstance(args[0], (tuple, list, dict)):
+        names = bool(args) and all(isinstance(arg, str) for arg in args)  # the keys of a dict
+        if not names and (len(args) != 1 or not isinstance(args[0], (tuple, list, dict))):
             raise
-        how = "**batch" if isinstance(args[0], dict) else "*batch"
+        how = "**batch" if names or isinstance(args[0], dict) else "*batch"
         raise TypeError(
             f"The model doesn't take the {type(args[0]).__name__} as its argument ({error}). Give what it contains: "
             f"`remat.nn.budget(model, amount, {how})`."

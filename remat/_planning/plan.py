@@ -135,7 +135,7 @@ class Plan:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             lines.append(f"not a region: {names[0]}{more}: {reason}")
         above = round(100 * (self.total / self.bound - 1)) if self.bound else 0
-        least = f", at a cost {above}% above that of the prediction" if above > 0 else ""
+        least = f", {above}% more than the best plan by prediction, which did not fit" if above > 0 else ""
         peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
         return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{least}"])
 

@@ -188,8 +188,8 @@ def choice(column: str) -> str:
 
 
 TIMES = (
-    "[time](docs/internals/performance.md) of a transformer block, in parts of torch's checkpoint",
-    "the same with a policy, in parts of torch's selective checkpoint",
+    "[time](docs/internals/performance.md) of a transformer block, relative to torch's checkpoint",
+    "the same with a policy, relative to torch's selective checkpoint",
 )
 ROWS: dict[str, Callable[[str], str]] = {
     "`torch.autograd.grad`, double backward": by_autograd,

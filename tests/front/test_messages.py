@@ -182,6 +182,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(layer, prevent_cse=False), "doesn't need the option prevent_cse"),
     (lambda: remat.remat(layer, polcy=None), "no option 'polcy'"),
     (lambda: remat.sequential([layer, layer], 2, BIG), "returns a function"),
+    (lambda: remat.sequential([layer], 1, policies.save_matmuls), "policy is a keyword argument"),
     (lambda: remat.sequential([layer, layer], 2, BIG), "`remat.sequential(fs, 2)(x)`"),
 ]
 POLICY_ERRORS: list[tuple[Callable[[], Any], str]] = [

@@ -523,7 +523,7 @@ def test_a_printed_plan_has_one_row_for_equal_regions_with_the_range_of_their_nu
     assert "1 KiB, 1 operation" in table and "operation" not in str(replace(plan, regions=(nothing,)))
     rows = [line.split()[:3] for line in table.splitlines()[1:]]
     assert rows == [["h.0-2,5.mlp", "Block", "x4"], ["head", "Block", "1"]]
-    assert last.endswith("recomputed, at a cost 25% above that of the prediction")
+    assert last.endswith("recomputed, 25% more than the best plan by prediction, which did not fit")
     for bound in (0.0, 5.0, 5.2):
         assert str(replace(plan, bound=bound)).endswith("recomputed")
 
