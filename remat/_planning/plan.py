@@ -139,7 +139,8 @@ class Plan:
         peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
         return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{least}"])
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     def plot(self, axes: Any = None, report: Any = None) -> Any:
         """Draw the peak against the recomputed FLOPs: all plans, this one, and the model without regions.
@@ -233,8 +234,6 @@ class BlockBudget(Plan):
             f"{size_text(self.least)} if nothing is saved"
         )
         return "\n".join([*aligned([head, *rows], "<"), peak])
-
-    __repr__ = __str__
 
 
 def loaded(path: str | os.PathLike[str]) -> Plan:
