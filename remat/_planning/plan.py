@@ -90,7 +90,7 @@ class Plan:
     Attributes:
         amount: the budget in bytes.
         peak: the measured peak of a step with this plan, in bytes of the allocator.
-        without: the peak of a step without rematerialization, as predicted.
+        without: the peak of a step without rematerialization, as predicted; as measured, if there are no regions.
         flops: the floating-point operations that are recomputed in a step.
         total: the cost of the recompute, in the units of ``cost``.
         bound: the least cost of a plan whose predicted peak is within the amount.

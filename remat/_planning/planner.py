@@ -142,6 +142,7 @@ class _Planner:
         if self._is_free and self.without <= _ABOVE * amount:
             self._with_options(False)
             if (peak := _agreed(self._peak((), others))) <= amount:
+                self.without = peak
                 return self._made(amount, peak, (), (0, 0.0, 0.0))
         while True:
             failures = []
@@ -234,9 +235,9 @@ class _Planner:
             place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
         smaller = "" if self._is_free else "smaller modules, "
         return (
-            f"A training step of this model needs at least {size_text(least)} ({size_text(self.without)} without "
-            f"remat), {choice}, but the budget is {size_text(amount)}. {place}. Choose {smaller}a smaller batch, or a "
-            f"budget of {least} bytes or more."
+            f"A training step of this model needs at least {size_text(least)} "
+            f"({size_text(max(least, self.without))} without remat), {choice}, but the budget is {size_text(amount)}. "
+            f"{place}. Choose {smaller}a smaller batch, or a budget of {least} bytes or more."
         )
 
 

@@ -576,7 +576,8 @@ def test_a_peak_in_the_forward() -> None:
     layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(5)]
     model, x = nn.Sequential(*layers[:4], Wide(64, 64), layers[4]), torch.randn(256, 64)
     plan = remat.nn.budget(model, 1.0, x)
-    assert plan.curve[-1] == (plan.without - 8, 0) and not plan.regions and plan.without > 64 * x.nbytes
+    (peak, flops), plain = plan.curve[-1], plan.without
+    assert abs(peak - plain) <= 8 and flops == 0 and not plan.regions and plain > 64 * x.nbytes
     plan = remat.nn.budget(model, 64 * x.nbytes + 3 * x.nbytes, x)
     assert plan.regions and plan.peak <= plan.amount < plan.without
 
