@@ -8,7 +8,7 @@ matrix products.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -120,17 +120,10 @@ class Ambient:
             changes = zip(settings(), now, self._settings, strict=True)
             calls += [(put, new) for (_, put), old, new in changes if old != new]
         private.set_cached_weights(*self._weights)
-        _make(iter(calls))
-
-
-def _make(calls: Iterator[tuple[Callable[[Any], Any], Any]]) -> None:
-    """Make all calls, even if one fails."""
-    for put, value in calls:
-        try:
-            put(value)
-        except BaseException:
-            _make(calls)
-            raise
+        if calls:
+            with ExitStack() as stack:  # makes all calls, even if one fails
+                for put, value in calls:
+                    stack.callback(put, value)
 
 
 _IN_A_GRAPH = (

@@ -40,7 +40,6 @@ class Facts:
         self.foreign = namespace not in _NAMESPACES
         self.marks = namespace == "profiler"  # the start or end of a range
         self._draws = torch.Tag.nondeterministic_seeded in tags
-        self.may_draw = self._draws or self.foreign
         self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
         # It returns no tensor: Python may branch on the result, or the operation has side effects.
         self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)

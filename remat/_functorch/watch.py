@@ -36,7 +36,7 @@ class Watch(TorchFunctionMode):
         self.region, self.plain_too = region, plain_too
         self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
         self.differentiates = region.uses_func  # the function takes derivatives itself
-        self.orders = 2 if private.VMAP in region.kinds else None  # see `orders_below`
+        self.maps, self.orders = private.VMAP in region.kinds, 2  # see `orders_below`
         self.inputs: set[int] = set()
         self.level: int | None = None  # of the transforms, where the function is called
         self.start = private.next_sequence_number()
@@ -57,7 +57,8 @@ class Watch(TorchFunctionMode):
             return func(*args, **kwargs)
         with own_work():  # else it would see its own calls
             self._check(func, args)
-            self.limit(_orders_below(func, args, kwargs))
+            if self.maps:
+                self.limit(_orders_below(func, args, kwargs))
             self.reads(args if not kwargs and _TENSOR.issuperset(map(type, args)) else tensors((args, kwargs)))
         result = func(*args, **kwargs)
         self.made([result] if type(result) is torch.Tensor else tensors(result))
@@ -96,8 +97,7 @@ class Watch(TorchFunctionMode):
 
     def limit(self, orders: int) -> None:
         """Note that only so many derivatives may be taken below ``vmap``."""
-        if self.orders is not None:
-            self.orders = min(self.orders, orders)
+        self.orders = min(self.orders, orders)
 
     @property
     def orders_below(self) -> int:
@@ -105,7 +105,7 @@ class Watch(TorchFunctionMode):
 
         Of some functions that ``vmap`` has mapped, torch computes another derivative there than above the level.
         """
-        return 2 if self.orders in (None, 2) else self.orders - self.differentiates
+        return 2 if self.orders == 2 else self.orders - self.differentiates
 
     def _follows_more(self) -> bool:
         """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""

@@ -51,7 +51,8 @@ class Overwritten(PeakMemory):
         for storage, tensor in strided(tensors):
             key = id(storage)
             if key not in self._copies and key not in self._refs and not tensor.is_meta:
-                self._copies[key] = as_bytes(tensor), as_bytes(tensor).clone()
+                content = as_bytes(tensor)
+                self._copies[key] = content, content.clone()
 
     def changed(self, tensor: torch.Tensor) -> bool:
         """Whether the program has overwritten an existing tensor with other values."""

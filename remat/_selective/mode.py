@@ -35,7 +35,7 @@ class RegionMode(DispatchMode):
     @staticmethod
     def with_memory(facts: Facts, args: tuple) -> tuple:
         """A call's arguments with memory for the zeros of forward mode, which may crash torch under a dispatch mode."""
-        if facts.views:
+        if not private.dual_level_active() or facts.views:
             return args
         return mapped(lambda t: t.new_zeros(t.shape) if private.has_no_memory(t) else t, args)
 

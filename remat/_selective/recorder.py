@@ -103,8 +103,7 @@ class Recorder(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
-        if private.dual_level_active():
-            args = self.with_memory(facts, args)
+        args = self.with_memory(facts, args)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         if self.number < state.filling or state.unseen or self.ranges:
@@ -123,7 +122,7 @@ class Recorder(RegionMode):
         if generators is not None and generators.moved():
             recording.log.drawing.add(facts)
         with without_torch_function():
-            recording.ran(facts, args, kwargs, result, self.draw(facts, args, kwargs) if facts.may_draw else None)
+            recording.ran(facts, args, kwargs, result, self.draw(facts, args, kwargs))
         return result
 
     def _on_wrappers(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:

@@ -161,11 +161,11 @@ class Recording:
         if not (new or facts.writes or facts.observes):
             return None
         differentiated = any(map(_requires_grad, read)) if self._flags else not storages.tracked.isdisjoint(key[-1])
-        written = facts.written(args, kwargs) if facts.writes else []
+        written = facts.written(args, kwargs)
         overwritten = tuple([storages.get(tensor) for tensor in written])
         outs: tuple[int, ...] = ()
         tracked: tuple[int, ...] = ()
-        for tensor, storage, _ in (*new, *[(tensor, holder(tensor), None) for tensor in written]) if written else new:
+        for tensor, storage, _ in (*new, *[(tensor, holder(tensor), None) for tensor in written]):
             value = storages.put(storage, storages.number())
             outs += (value,)
             if differentiated and is_differentiable(tensor):

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._core import private
 from .._core.devices import accelerator, make_readable, record_use, streams_for
 from .._core.facts import Facts, facts_of, tensors
 from .._core.private import without_torch_function
@@ -57,8 +56,7 @@ class Replay(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
-        if private.dual_level_active():
-            args = self.with_memory(facts, args)
+        args = self.with_memory(facts, args)
         if types and is_wrapper_call(types):
             return NotImplemented
         if facts.marks:
@@ -74,7 +72,7 @@ class Replay(RegionMode):
             return self._view(func, args, kwargs)
         with without_torch_function():
             read: list[torch.Tensor] = []
-            draw = self.draw(facts, args, kwargs) if facts.may_draw else None
+            draw = self.draw(facts, args, kwargs)
             number = self._match(facts, draw, args, kwargs, read)
             step = None if number is None else record.program.steps[number]
             if step is not None:
@@ -87,7 +85,7 @@ class Replay(RegionMode):
                 self.placeholders.restart()
             if not facts.reads_nothing:
                 self.placeholders.read(read)
-            written = facts.written(args, kwargs) if facts.writes else []
+            written = facts.written(args, kwargs)
             self._check_writes(written)
         result = facts.func(*args, **kwargs)
         with without_torch_function():
@@ -130,6 +128,10 @@ class Replay(RegionMode):
         self.position = found + 1
         return found
 
+    def _content(self, value: int) -> Residual | torch.Tensor | None:
+        """Return a saved value, or a tensor that contains it if it had to be fetched."""
+        return self.kept[value] if value in self.kept else self.record.saved_values.residual(value)
+
     def _fits(self, step: Step, args: tuple, kwargs: dict) -> bool:
         """Whether the tensors that a step writes to have as much memory as in the first run.
 
@@ -137,7 +139,7 @@ class Replay(RegionMode):
         """
         written = step.facts.written(args, kwargs)
         for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
-            content = self.kept[value] if value in self.kept else self.record.saved_values.residual(value)
+            content = self._content(value)
             if content is not None and len(as_bytes(tensor_of(content))) != len(as_bytes(tensor)):
                 return False
         return True
@@ -147,7 +149,8 @@ class Replay(RegionMode):
         self.has_not_drawn |= step.draws
         saved: list[Residual | torch.Tensor | None] = []
         for value in step.outs:
-            content = self.kept.pop(value) if value in self.kept else self.record.saved_values.residual(value)
+            content = self._content(value)
+            self.kept.pop(value, None)
             if isinstance(content, torch.Tensor):
                 make_readable(content, self.home)
             if content is not None and value in self.record.program.overwritten:  # later the region changes it in place
