@@ -121,7 +121,8 @@ def report(
         A :class:`Report`. Its text is a table, and ``plot()`` draws it.
 
     Raises:
-        TypeError: ``policies`` is not a list. Others as in :func:`check`.
+        TypeError: ``policies`` is not a list.
+        ValueError: ``loss`` returns more than one number. Others as in :func:`check`.
 
     Example:
         >>> import torch, remat

@@ -215,7 +215,7 @@ class Program:
         """Run its forward and the loss, in the current grad mode. Return the loss."""
         _, cut = self.cut()
         with cut:
-            return (self.loss or default_loss)(self.call(fn, self.operands()))
+            return self._loss_of(self.call(fn, self.operands()))
 
     def run(self, fn: Callable, at_end: Callable[[], None] = lambda: None, keep: bool = False) -> Named:
         """Run it with ``fn``, and call ``at_end`` after its forward. Return the transform's result, or the gradients.
@@ -231,7 +231,7 @@ class Program:
             values = []
             if keep:
                 values = [(name, v.detach() if isinstance(v, torch.Tensor) else v) for name, v in _leaves(result)]
-            value = (self.loss or default_loss)(result)
+            value = self._loss_of(result)
             del result
             at_end()
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
@@ -244,6 +244,12 @@ class Program:
             gradients = torch.autograd.grad(value, tensors, allow_unused=True)
             self.has_gradients = True
         return values + [(f"gradient of {name}", gradient) for name, gradient in zip(names, gradients)]
+
+    def _loss_of(self, result: Any) -> Any:
+        value = (self.loss or default_loss)(result)
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ValueError(f"The option loss must return a tensor of one element, got shape {list(value.shape)}.")
+        return value
 
     def transformed(self, fn: Callable) -> Callable:
         """The transformed function. Raises ``TypeError`` if the transform makes no function from ``fn``."""

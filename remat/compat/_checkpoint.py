@@ -18,7 +18,7 @@ from .._core.known import known_of
 from .._policy.policy import PolicyLike, as_policy
 from .._region.options import Options, check_returns, checked_options
 from .._sequential import chain, row_of
-from ..errors import RematError
+from ..errors import RematError, shown
 
 _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."
 
@@ -174,6 +174,8 @@ def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kw
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     check_returns(function)
+    if not callable(context_fn):
+        raise TypeError(f"context_fn must be a function that returns two context managers, got {shown(context_fn)}.")
     if context_fn is not noop_context_fn:
         contexts = Contexts(context_fn())
         if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:

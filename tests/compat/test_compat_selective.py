@@ -255,6 +255,8 @@ NOTHING = contextlib.nullcontext()
 def test_what_is_not_a_pair_of_contexts_is_an_error(wrong: Any) -> None:
     with pytest.raises(TypeError, match="context_fn must return two context managers, for the first run and for rec"):
         checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=lambda: wrong)
+    with pytest.raises(TypeError, match="context_fn must be a function that returns two context managers, got "):
+        checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=wrong)
 
 
 def in_contexts(module: Any, first: Any, again: Any, fn: Callable = deep, **options: Any) -> Callable:

@@ -123,6 +123,8 @@ def test_the_loss_of_a_result_is_differentiated() -> None:
     shapes = deque[torch.Size]()  # which isn't restored
     check(lambda x: x.sin(), rand(3), loss=lambda y: shapes.append(y.shape) or y.square().sum())
     assert [*shapes] == [(3,)] * 3  # plain, as it is, and as a region
+    several = check(lambda x: x.sin(), rand(3), loss=lambda y: y)
+    assert "The option loss must return a tensor of one element, got shape [3]." in str(several)
 
 
 ROUNDING = {"float64": (1e-14, 1e-9), "float32": (3e-7, 1e-4), "bfloat16": (1e-2, 0.1), "float16": (5e-3, 0.1)}
