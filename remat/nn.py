@@ -9,8 +9,9 @@ from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
+from ._core import trees
 from ._core.lines import accepts, warn
-from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, modules_of
+from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded
@@ -27,6 +28,7 @@ def __dir__() -> list[str]:
 
 
 M = TypeVar("M", bound=torch.nn.Module)
+F = TypeVar("F", bound=Callable[..., Any])
 Types: TypeAlias = type | tuple[type, ...]
 Amount: TypeAlias = int | str | float | None
 Batch: TypeAlias = tuple[Any, ...] | dict[str, Any]
@@ -171,7 +173,7 @@ def budget(
         raise TypeError(
             f"{type(model).__name__} needs arguments: give a batch, as in `remat.nn.budget(model, '8GiB', *batch)`."
         )
-    program = Program(model, args, kwargs, loss=loss)
+    program = Program(model, args, kwargs, loss=loss or _sum)
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")
     if program.is_frozen:
@@ -186,7 +188,7 @@ def budget(
     if not isinstance(more_batches, (list, tuple)) or not all(isinstance(each, (tuple, dict)) for each in more_batches):
         raise TypeError("more_batches is a list of tuples or dicts of arguments: `more_batches=[(x,)]`.")
     more = [((), each) if isinstance(each, dict) else (each, {}) for each in more_batches]
-    others = [Program(model, *each, loss=loss) for each in more]
+    others = [Program(model, *each, loss=loss or _sum) for each in more]
     if not program.named_modules:
         raise TypeError(
             f"{shown(model)} captures and gets no modules that could be regions. For a function use "
@@ -196,15 +198,29 @@ def budget(
         plan = plan_for(program, amount, cost, others)
     except (TypeError, AttributeError) as error:
         names = bool(args) and all(isinstance(arg, str) for arg in args)  # the keys of a dict
-        if not names and (len(args) != 1 or not isinstance(args[0], (tuple, list, dict))):
+        if names or (len(args) == 1 and isinstance(args[0], (tuple, list, dict))):
+            what = "**batch" if names or isinstance(args[0], dict) else "*batch"
+        elif accepts(getattr(model, "forward", model), *args, **kwargs) is False:
+            what = "x, loss=lambda out: criterion(out, y)"
+        else:
             raise
-        how = "**batch" if names or isinstance(args[0], dict) else "*batch"
         raise TypeError(
-            f"The model doesn't take the {type(args[0]).__name__} as its argument ({error}). Give what it contains: "
-            f"`remat.nn.budget(model, amount, {how})`."
+            f"The model doesn't take what was given ({error}). Give what its forward takes: "
+            f"`remat.nn.budget(model, amount, {what})`."
         ) from error
     plan.apply(program.named_modules)
     return plan
+
+
+def _sum(result: Any) -> torch.Tensor:
+    """The loss of a result without one."""
+    tensors = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
+    if not hasattr(result, "loss") and any(tensor.numel() > 1 for tensor in tensors):
+        warn(
+            "The model returns no loss, so remat.nn.budget takes the sum of its result for it. What your loss needs is "
+            "not counted: give it, as in `loss=lambda out: criterion(out, y)`."
+        )
+    return default_loss(result)
 
 
 def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
@@ -237,9 +253,12 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
     return plan
 
 
-def undo(model: M) -> M:
-    """Undo :func:`apply` and :func:`budget` for all submodules, and return the model: their calls are plain again."""
-    for module in _modules_of(model).values():
+def undo(model: F) -> F:
+    """Undo :func:`apply` and :func:`budget`: the calls of all modules of a model, or function, are plain again.
+
+    Returns the model. Raises ``TypeError`` if it has no modules.
+    """
+    for module in (modules_of(model) or _modules_of(model)).values():
         change_back(module)
     return model
 

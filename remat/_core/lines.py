@@ -51,10 +51,10 @@ def warn(message: str, line: Line | None = None) -> None:
 _registries: dict[str, dict] = {}
 
 
-def accepts(fn: Callable, *args: Any) -> bool | None:
+def accepts(fn: Callable, *args: Any, **kwargs: Any) -> bool | None:
     """Whether ``fn`` takes these arguments; None if it has no signature, as some functions written in C."""
     try:
-        inspect.signature(fn).bind(*args)
+        inspect.signature(fn).bind(*args, **kwargs)
     except ValueError:
         return None
     except TypeError:

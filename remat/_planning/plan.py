@@ -11,14 +11,14 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .._core.amounts import aligned, count_text, flops_text, size_text
+from .._core.amounts import aligned, count_text, flops_text, number_text, size_text
 from .._measure.costs import plot_peaks
 from .._measure.origins import grouped
 from .._modules.eligible import check_module
 from .._modules.region_class import change_back, change_in_place
 from .._policy.policy import Budget, Chosen
 from .._region.options import Options
-from .._selective.search import best_of
+from .._selective.search import UNITS, best_of
 from ..errors import RematError, shown
 
 _FORMAT = 2
@@ -48,6 +48,10 @@ class RegionPlan:
     flops: int
     operators: tuple[str, ...] = field(repr=False)
     steps: tuple[int, ...]
+
+
+def _work(flops: int) -> str:
+    return flops_text(flops) if flops else "0 FLOP"
 
 
 def _names(names: Sequence[str]) -> str:
@@ -124,7 +128,7 @@ class Plan:
             count = f"x{len(same)}" if len(same) > 1 else ""
             if first.children:
                 name += f"[{first.children[0]}:{first.children[1]}]"
-            rows.append((name, first.kind, count, saves, flops_text(first.flops)))
+            rows.append((name, first.kind, count, saves, _work(first.flops)))
         lines = (
             aligned([("region", "class", "", "saves", "recomputes"), *rows], "<<><")
             if rows
@@ -137,7 +141,11 @@ class Plan:
         above = round(100 * (self.total / self.bound - 1)) if self.bound else 0
         least = f", {above}% more than the best plan by prediction, which did not fit" if above > 0 else ""
         peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
-        return "\n".join([*lines, f"{peak}; {flops_text(self.flops)} recomputed{least}"])
+        work = f"{_work(self.flops)} recomputed"
+        if self.regions and self.cost != "flops":
+            unit = f"{UNITS[self.cost][1:]} by {self.cost}" if self.cost in UNITS else " by the cost function"
+            work += f", {number_text(self.total)}{unit}"
+        return "\n".join([*lines, f"{peak}; {work}{least}"])
 
     def __repr__(self) -> str:
         return str(self)

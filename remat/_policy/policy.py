@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._core.amounts import parse_amount
 from ..errors import PolicyError
 from . import operators
-from .predicates import checked_predicate
+from .predicates import SIGNATURE, checked_predicate
 
 
 class Verdict(enum.Enum):
@@ -38,8 +38,12 @@ def unknown(predicate: Callable) -> None:
 
 
 def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """Call a predicate and return its verdict. PolicyError if it returns no bool or ``CheckpointPolicy``."""
-    found = predicate(ctx, op, *args, **kwargs)
+    """Call a predicate and return its verdict. PolicyError if it fails, or returns no bool or ``CheckpointPolicy``."""
+    try:
+        found = predicate(ctx, op, *args, **kwargs)
+    except (AttributeError, TypeError) as error:  # binary operators would hide a TypeError
+        name = getattr(predicate, "__qualname__", predicate)
+        raise PolicyError(f"The predicate {name} failed for {op}: {error}. {SIGNATURE}") from error
     if isinstance(found, bool):
         return Verdict.SAVE if found else Verdict.RECOMPUTE
     if isinstance(found, CheckpointPolicy):  # converted by name, as older versions of torch have no offloading
@@ -192,7 +196,7 @@ class _Pair(Policy):
     def __post_init__(self) -> None:
         """Evaluate the policy for the operators and names it mentions, and for others: a conflict raises an error."""
         super().__post_init__()
-        for op in (*self.mentioned_ops, _OTHER):
+        for op in (*sorted(self.mentioned_ops, key=lambda op: len(str(op))), _OTHER):
             self.verdict_for(op)
         for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), _OTHER_NAME):
             self._evaluate(_OTHER, frozenset((name,)), unknown)

@@ -22,6 +22,10 @@ _EXPECTED = (
     "list of operators, or a function `(ctx, op, *args, **kwargs)` that returns a bool or a "
     "torch.utils.checkpoint.CheckpointPolicy"
 )
+SIGNATURE = (
+    "A predicate is called as (ctx, op, *args, **kwargs), as in torch's selective checkpoint. If it is written for "
+    "JAX, as (prim, *avals, **params), `prim` gets the context, and the operator is the next argument."
+)
 Question: TypeAlias = tuple[Any, Any, tuple, dict]  # a predicate's arguments: context, operator, args, kwargs
 
 

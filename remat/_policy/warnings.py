@@ -11,6 +11,7 @@ from .._core.known import Known
 from .._core.lines import Line, user_line, warn
 from .names import is_named
 from .policy import If, Policy, Verdict
+from .predicates import SIGNATURE
 
 
 class Warned:
@@ -65,7 +66,7 @@ class Warned:
                 f"The policy {policy!r} of a rematerialized function saves nothing, because it has matched none of the "
                 f"operators that were executed: {', '.join(executed[:_SHOWN])}"
                 f"{f' and {more} more' if more > 0 else ''}. "
-                f"{_OF_FUNCTIONS if isinstance(policy, If) else _OF_OPERATORS}",
+                f"{SIGNATURE if isinstance(policy, If) else _OF_OPERATORS}",
                 line,
             )
 
@@ -74,8 +75,4 @@ _SHOWN = 8
 _OF_OPERATORS = (
     "Save some of these operators (functions such as torch.nn.functional.linear decompose into others), or give values "
     "names with remat.checkpoint_name and use policies.save_only_these_names."
-)
-_OF_FUNCTIONS = (
-    "A predicate is called as (ctx, op, *args, **kwargs), as in torch's selective checkpoint. If it is written for "
-    "JAX, as (prim, *avals, **params), `prim` gets the context, and the operator is the next argument."
 )

@@ -19,13 +19,14 @@ from .._modules.eligible import check_module
 from .._modules.region_class import change_in_place
 from .._policy.policy import PolicyLike, as_policy
 from .._region.options import checked_options
+from ..errors import shown
 from ._checkpoint import checkpoint
 
 __all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
 M = TypeVar("M", bound=torch.nn.Module)
 
 
-def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLike = None) -> M:
+def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLike = None, **others: Any) -> M:
     """Make every later call of ``module`` a region, in place. A drop-in for fairscale's ``checkpoint_wrapper``.
 
     :func:`remat.nn.undo` makes calls plain again.
@@ -40,7 +41,7 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLi
         ``module`` itself.
 
     Raises:
-        TypeError: ``module`` is not a module, or its forward can't be recomputed.
+        TypeError: ``module`` is not a module, or its forward can't be recomputed; there are other options.
         PolicyError: ``policy`` is not a policy.
 
     Example:
@@ -53,9 +54,14 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLi
     """
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"checkpoint_wrapper takes a torch.nn.Module, got {type(module).__name__}. See `remat.remat`.")
+    if others or not isinstance(offload_to_cpu, bool):
+        raise TypeError(
+            f"checkpoint_wrapper takes the module, offload_to_cpu and policy, not "
+            f"{', '.join(others) or shown(offload_to_cpu)}. Leave out `checkpoint_impl`; `remat.nn.apply` takes the options of `remat.remat`."
+        )
     options = checked_options(policy)
     check_module(module)
-    change_in_place(module, replace(options, offload_inputs=bool(offload_to_cpu)))
+    change_in_place(module, replace(options, offload_inputs=offload_to_cpu))
     return module
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
@@ -426,9 +427,22 @@ def test_the_statistics_of_layers_that_are_dropped_at_random_are_left_as_they_we
     assert_same(dict(model.named_buffers()), before)
 
 
-def test_a_batch_that_is_not_unpacked_is_an_error() -> None:
-    with pytest.raises(TypeError, match=r"doesn't take the tuple.*Give what it contains: .*\*batch"):
-        remat.nn.budget(blocks(), 0.6, (X,))
+def test_a_batch_that_the_model_does_not_take_is_an_error() -> None:
+    for batch, remedy in ([((X,),), r"\*batch"], [(X, X), "x, loss=lambda out: criterion"]):
+        with pytest.raises(TypeError, match=f"doesn't take what was given.*Give what its forward takes: .*{remedy}"):
+            remat.nn.budget(blocks(), 0.6, *batch)
+
+
+def test_a_loss_outside_of_the_model_is_asked_for() -> None:
+    """The sum of logits needs less memory than their cross entropy."""
+    model, ids = nn.Sequential(blocks(), nn.Linear(X.shape[-1], 512)), torch.zeros(len(X), dtype=torch.long)
+    with pytest.warns(remat.RematWarning, match=r"takes the sum of its result for it.*`loss=lambda out: criterion"):
+        low = remat.nn.budget(model, 1.0, X).peak
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plan = remat.nn.budget(model, 1.0, X, loss=lambda out: nn.functional.cross_entropy(out, ids))
+        remat.nn.budget(lambda x: model(x).mean(), 1.0, X)
+    assert plan.peak > low + len(X) * 512 * 4
 
 
 def test_a_model_that_fits_has_no_regions() -> None:
@@ -523,7 +537,7 @@ def test_a_printed_plan_has_one_row_for_equal_regions_with_the_range_of_their_nu
     assert "1 KiB, 1 operation" in table and "operation" not in str(replace(plan, regions=(nothing,)))
     rows = [line.split()[:3] for line in table.splitlines()[1:]]
     assert rows == [["h.0-2,5.mlp", "Block", "x4"], ["head", "Block", "1"]]
-    assert last.endswith("recomputed, 25% more than the best plan by prediction, which did not fit")
+    assert last.endswith("recomputed, 5 us by roofline, 25% more than the best plan by prediction, which did not fit")
     for bound in (0.0, 5.0, 5.2):
         assert str(replace(plan, bound=bound)).endswith("recomputed")
 
