@@ -235,7 +235,7 @@ class BlockBudget(Plan):
         return tuple(BlockChoice(r.name, r.nbytes, r.cost, r.flops, each) for r, each in zip(self.regions, saved))
 
     def __str__(self) -> str:
-        rows = [(b.name, size_text(b.nbytes), flops_text(b.flops), f"{len(b.operators)}") for b in self.blocks]
+        rows = [(b.name, size_text(b.nbytes), _work(b.flops), f"{len(b.operators)}") for b in self.blocks]
         head = ("block", "saves", "recomputes", "operations saved")
         peak = (
             f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
