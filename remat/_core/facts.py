@@ -17,8 +17,8 @@ class Facts:
     """Facts about an operation from its schema. Tables use this as a key, as it hashes faster than the operation."""
 
     def __init__(self, func: Any) -> None:
-        # What the modes of regions run. Torch crashes where an operation under a mode gets zeros without memory.
-        self.func = torch.ops.aten.zeros.default if func is private.zeros_without_memory else func
+        self.func = func
+        self.run = functools.partial(_on_zeros, func) if func in _ON_ZEROS else func  # executes it in a mode
         schema, tags = getattr(func, "_schema", None), getattr(func, "tags", ())
         name = "" if schema is None else schema.name  # higher-order operators have none
         arguments: Any = () if schema is None else schema.arguments
@@ -59,6 +59,15 @@ class Facts:
         for i, name in self.writes:
             found += tensors(args[i] if i < len(args) else kwargs.get(name))
         return found
+
+
+# In a mode torch crashes where these get the zeros of forward mode, which have no memory.
+_ON_ZEROS = {torch.ops.aten.mul.Scalar, torch.ops.aten.add.Scalar}
+
+
+def _on_zeros(func: Any, *args: Any, **kwargs: Any) -> Any:
+    with private.with_zeros():
+        return func(*args, **kwargs)
 
 
 # Their schemas don't say that they update the running statistics.

@@ -191,8 +191,9 @@ without_overrides = torch._C.DisableTorchFunctionSubclass  # for subclasses that
 without_torch_function = torch._C.DisableTorchFunction  # for the package's bookkeeping, which overrides must not see
 
 FakeTensor, FakeTensorMode = torch._subclasses.FakeTensor, torch._subclasses.FakeTensorMode  # shapes without values
-zeros_without_memory = torch.ops.aten._efficientzerotensor.default  # makes those of forward mode
 has_no_memory = torch._is_zerotensor  # the zeros of forward mode: a kernel can't read them as plain memory
+# Lets an operation in a mode handle these zeros as elsewhere. Torch's own checkpoint has such a guard too.
+with_zeros = functools.partial(torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ZeroTensor, False)
 
 
 def is_shared(tensor: torch.Tensor) -> bool:

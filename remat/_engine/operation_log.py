@@ -45,10 +45,10 @@ class OpLog(DispatchMode):
             first.recomputed = self.entries
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if facts_of(func).marks:
+        kwargs, facts = kwargs or {}, facts_of(func)
+        if facts.marks:
             return self.ranges.mark(func, args, kwargs)
-        result = func(*args, **kwargs)
+        result = facts.run(*args, **kwargs)
         if self in state.logs and func not in _IGNORED and not (state.unseen or self.ranges):
             operation = Operation(_called(func, args, kwargs), _describe(result), str(user_line()))
             self.entries.append(operation)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .._core.facts import facts_of, tensors
-from .._core.private import PlainDispatchMode
+from .._core.private import PlainDispatchMode, has_no_memory
 from .._core.tensors import is_wrapper_call
 
 
@@ -30,7 +30,7 @@ class Observer(PlainDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         self.before(func, args, kwargs)
-        result = facts_of(func).func(*args, **kwargs)
+        result = facts_of(func).run(*args, **kwargs)
         self.after(func, args, kwargs, result)
         return result
 
@@ -72,7 +72,7 @@ class PeakMemory(Observer):
         given = {id(storage) for storage, _ in strided((args, kwargs))}
         for storage, tensor in strided(result):
             is_new = id(storage) not in self._refs
-            if is_new and id(storage) in given:
+            if is_new and (id(storage) in given or _has_only_a_shape(tensor, func)):
                 continue
             self._count(storage)
             if is_new:
@@ -103,6 +103,11 @@ class PeakMemory(Observer):
 
     def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
         """Called when an operation has made a storage, with a tensor on it."""
+
+
+def _has_only_a_shape(tensor: torch.Tensor, func: Any) -> bool:
+    """Whether a tensor is a zero of forward mode, which has no memory, or on the meta device for the shape of one."""
+    return has_no_memory(tensor) or (tensor.is_meta and str(func).startswith(("prims.", "aten.to.")))
 
 
 def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._core import private
-from .._core.facts import Facts, mapped
+from .._core.facts import Facts
 from .._core.known import Known
 from .._core.private import DispatchMode
 from .._core.ranges import Ranges
@@ -31,13 +30,6 @@ class RegionMode(DispatchMode):
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         self._known.compiles |= super().ignore_compile_internals()
         return self._known.compiles
-
-    @staticmethod
-    def with_memory(facts: Facts, args: tuple) -> tuple:
-        """A call's arguments with memory for the zeros of forward mode, which may crash torch under a dispatch mode."""
-        if not private.dual_level_active() or facts.views:
-            return args
-        return mapped(lambda t: t.new_zeros(t.shape) if private.has_no_memory(t) else t, args)
 
     def draw(self, facts: Facts, args: tuple, kwargs: dict) -> int | None:
         """Return the index of an operation among those that draw random numbers, or None if it does not draw."""

@@ -103,11 +103,10 @@ class Recorder(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
-        args = self.with_memory(facts, args)
         if facts.marks:
             return self.ranges.mark(func, args, kwargs)
         if self.number < state.filling or state.unseen or self.ranges:
-            return facts.func(*args, **kwargs)
+            return facts.run(*args, **kwargs)
         if types and is_wrapper_call(types):
             return self._on_wrappers(func, facts, args, kwargs)
         if private.tracing():
@@ -118,7 +117,7 @@ class Recorder(RegionMode):
                 recording.before_writing(facts, args, kwargs)
                 if facts.foreign and not is_capturing():
                     generators = Ambient({t.device for t in tensors((args, kwargs))}, [], True)
-        result = facts.func(*args, **kwargs)
+        result = facts.run(*args, **kwargs)
         if generators is not None and generators.moved():
             recording.log.drawing.add(facts)
         with without_torch_function():

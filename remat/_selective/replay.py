@@ -56,7 +56,6 @@ class Replay(RegionMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         facts, kwargs = facts_of(func), kwargs or {}
-        args = self.with_memory(facts, args)
         if types and is_wrapper_call(types):
             return NotImplemented
         if facts.marks:
@@ -66,7 +65,7 @@ class Replay(RegionMode):
             with without_torch_function():
                 self.placeholders.read(tensors((args, kwargs)))
         if filling or state.unseen or self.ranges:
-            return self.placeholders.mark(facts.func(*args, **kwargs))
+            return self.placeholders.mark(facts.run(*args, **kwargs))
         record, storages = self.record, self.storages
         if (facts.views or facts in record.views) and facts not in record.program.makers:
             return self._view(func, args, kwargs)
@@ -87,7 +86,7 @@ class Replay(RegionMode):
                 self.placeholders.read(read)
             written = facts.written(args, kwargs)
             self._check_writes(written)
-        result = facts.func(*args, **kwargs)
+        result = facts.run(*args, **kwargs)
         with without_torch_function():
             changed = [*[storage for _, storage, _ in storages.new(result)], *map(holder, written)]
             for storage, value in zip(changed, [storages.number() for _ in changed] if step is None else step.outs):

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, ONCE, RECOMPUTE, Fn, V, Wrap, X, Y, both, f, rows, summed, through_autograd, vmap
+from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, f, rows, summed, through_autograd, vmap
 from torch import Tensor
 from torch.func import functionalize, grad, hessian, jvp, vjp
 from torch.nn.functional import dropout
 
 from benchmarks.measure import count_ops
-from remat import policies, remat
+from remat import checkpoint_name, policies, remat, scan
 
 EVERYTHING = policies.everything_saveable
 
@@ -219,3 +219,27 @@ def test_a_result_that_shares_memory_with_another_one_may_not_change(transform: 
 @pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "grad(grad)", "autograd", "autograd(grad)"])
 def test_another_result_may_change(transform: str, case: str) -> None:
     both(lambda wrap: ALL[transform](changes(*SEPARATE[case], torch.sin, wrap), V))
+
+
+def scores(x: Tensor) -> Tensor:
+    return checkpoint_name(x.masked_fill(X > 0.8, -torch.inf) * 0.5, "h").softmax(-1) @ W
+
+
+SCORES: dict[str, Callable[[Wrap], Fn]] = {
+    "times": lambda wrap: wrap(scores),
+    "over": lambda wrap: wrap(lambda x: ((x @ W).masked_fill(X > 0.8, -torch.inf) / 2).softmax(-1)),
+    "nested": lambda wrap: wrap(lambda x: wrap(scores)(x * 1).sin()),
+    "scan": lambda wrap: (
+        lambda x: scan(lambda x, _: (scores(x), None), x, length=3, **getattr(wrap, "keywords", {}))[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", [policies.save_matmuls, EVERYTHING, policies.save_only_these_names("h")], ids=str)
+@pytest.mark.parametrize("name", SCORES)
+def test_infinity_times_a_zero_of_forward_mode_is_zero(name: str, policy: Any) -> None:
+    """What has no tangent has a zero without memory in its place, and plain torch does not multiply such zeros."""
+    for transform in ("hessian", "jvp(grad)", "grad(jvp)", "jvp(vmap(grad))", "dual(grad)"):
+        both(lambda wrap: RECOMPUTE[transform](SCORES[name](wrap), X), policy=policy)
+    hvp = RECOMPUTE["jvp(grad)"]
+    both(lambda wrap: vmap(lambda x: hvp(SCORES[name](wrap), x))(rows(X)), policy=policy)

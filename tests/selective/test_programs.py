@@ -334,7 +334,8 @@ def test_what_the_backward_pass_runs(name: str) -> None:
 
 
 REVERSE_OVER_FORWARD: dict[str, Fn] = {
-    "a loss": lambda x, y: grad(lambda x: jvp(lambda x: F.mse_loss(x @ W, y), (x,), (y,))[1])(x),
+    "a loss": lambda x, y: jvp(lambda x: F.mse_loss(x @ W, y), (x,), (y,))[1],
+    "its gradient": lambda x, y: grad(lambda x: REVERSE_OVER_FORWARD["a loss"](x, y))(x),
     "over reverse": lambda x, y: vjp(lambda x: jvp(grad(lambda x: (x.sin() @ W - y).square().sum()), (x,), (y,))[1], x)[
         1
     ](y)[0],
@@ -350,3 +351,4 @@ def test_reverse_over_forward_mode_in_a_region(name: str, options: dict) -> None
     assert_same(found, expected)
     if expected.requires_grad:
         assert_same(*(torch.autograd.grad(each.sum(), x) for each in (found, expected)))
+        assert_same(*(jvp(grad(lambda x, g=g: g(x, y).sum()), (x,), (y,)) for g in (remat(fn, **options), fn)))
