@@ -24,7 +24,7 @@ from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import Run
 from .._selective.replay import Recompute
 from ..errors import MutationError
-from .derived import Batched, BatchedPullback, Jvp, Pull, Pullback, Tensors, gradients
+from .derived import Batched, BatchedPullback, Jvp, Pull, Pullback, Tensors, gradients, unreached
 from .watch import Watch
 
 
@@ -125,23 +125,6 @@ class Call:
             warn(UNCOMPARED, root.line)
         with hooks_hidden():
             return region.run(operands, Recompute(root))
-
-
-def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
-    """Return the numbers of the operands to which the graph of the results doesn't lead."""
-    edge: Any = torch.autograd.graph.get_gradient_edge
-    numbers: dict[Any, set[int]] = {}
-    for number, tensor in operands.items():
-        numbers.setdefault(edge(tensor).node, set()).add(number)
-    left, seen, stack = set(operands), set(), [edge(t).node for t in outs if is_in_graph(t)]
-    while stack and left:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left -= numbers.get(node, set())
-            if node not in numbers:
-                stack += [after for after, _ in node.next_functions]
-    return left
 
 
 def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ import torch
 
 from .._ambient.ambient import Ambient
 from .._core import private
-from .._core.tensors import as_leaf, is_dual, is_recorded, requires_grad_somewhere
+from .._core.tensors import as_leaf, is_dual, is_in_graph, is_recorded, requires_grad_somewhere
 from .._region.region import Run
 from ..errors import MutationError
 
@@ -160,13 +160,18 @@ class Pullback(Derived):
         if isinstance(inner, Graded) and inner.level == self.level:  # the level of the vjp replaces it
             inner, lifted = inner.inner, inner.lifted
 
+        unread: set[int] = set()
+
         def at(*heads: torch.Tensor) -> list[torch.Tensor]:
             rest = iter(heads)
             inputs = lift(primals, lifted, private.current_interpreter().level())
-            return self.chosen(inner.run([next(rest) if needs else t for t, needs in zip(inputs, self.needs)], run))
+            outs = inner.run([next(rest) if needs else t for t, needs in zip(inputs, self.needs)], run)
+            unread.update(unreached(self.chosen(outs), dict(enumerate(heads))))
+            return self.chosen(outs)
 
         _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
-        return lambda cotangents: list(vjp(list(cotangents)))
+        # Its zeros for what the outputs don't depend on would become NaN where a derivative is infinite.
+        return lambda cotangents: [None if i in unread else g for i, g in enumerate(vjp(list(cotangents)))]
 
     def _by_autograd(self, primals: Tensors, run: Run) -> Pull:
         # The result is recorded only if an input or cotangent is. Gradients are taken with respect to the aliases.
@@ -190,6 +195,23 @@ class Pullback(Derived):
     def chosen(self, outs: Sequence[T]) -> list[T]:
         """The outputs that have a cotangent."""
         return [out for out, given in zip(outs, self.given) if given]
+
+
+def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
+    """Return the numbers of the operands to which the graph of the results doesn't lead."""
+    edge: Any = torch.autograd.graph.get_gradient_edge
+    numbers: dict[Any, set[int]] = {}
+    for number, tensor in operands.items():
+        numbers.setdefault(edge(tensor).node, set()).add(number)
+    left, seen, stack = set(operands), set(), [edge(t).node for t in outs if is_in_graph(t)]
+    while stack and left:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            left -= numbers.get(node, set())
+            if node not in numbers:
+                stack += [after for after, _ in node.next_functions]
+    return left
 
 
 def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:

@@ -22,8 +22,8 @@ from .._core.state import own_work
 from .._core.tensors import is_differentiable, is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
-from .bottom import Call, has_dual, is_followed_by_autograd, unreached
-from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, order_of
+from .bottom import Call, has_dual, is_followed_by_autograd
+from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, order_of, unreached
 
 Wanted = Sequence[bool] | None
 

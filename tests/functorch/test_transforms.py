@@ -211,6 +211,10 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
         vmap(grad(lambda w, i: wrap(F.embedding)(i, w, padding_idx=0).sin().sum()))(rand(2, 3, 2), INDICES),
         *[vmap(grad(wrap(wrap(fn))))(INDICES.double()) for fn in (torch.max, Tensor.min, torch.median)],
     ],
+    "an argument with an infinite derivative is not read": lambda wrap: vmap(
+        grad(lambda x, w: wrap(lambda p, q, w: q @ w)(*wrap(lambda x: ((x * 0).sqrt(), x.sin()))(x), w).sum(), (0, 1)),
+        (0, None),
+    )(X, W),
     "linearize": lambda wrap: [
         linearize(lambda x: wrap(f)(wrap(f)(x)).sin() * x, X)[1](Y),
         vmap(linearize(wrap(f), X)[1])(torch.stack([X, Y])),
