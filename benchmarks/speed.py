@@ -87,6 +87,22 @@ def block(transform: str, wrap: Wrapper) -> Step:
     return partial(policies.program(transform, wrap), weights, x)
 
 
+def encoder(wrap: Wrapper, width: int = 32) -> Step:
+    """The gradient of four transformer layers, each a region."""
+    torch.manual_seed(0)
+    layer = partial(torch.nn.TransformerEncoderLayer, width, 4, 4 * width, dropout=0.0, batch_first=True)
+    model = torch.nn.ModuleList(layer() for _ in range(4))
+    x, called = torch.randn(4, 32, width, requires_grad=True), list(map(wrap, model))
+
+    def step() -> Any:
+        out = x
+        for each in called:
+            out = each(out)
+        return torch.autograd.grad(out.square().sum(), [x, *model.parameters()])
+
+    return step
+
+
 def chain(wrap: Wrapper, regions: int) -> Step:
     """The gradient of small regions, one after the other."""
     fn = wrap(layers)
@@ -232,6 +248,12 @@ CASES: tuple[Case, ...] = (
         side(block, "autograd.grad", remat),
         side(block, "autograd.grad", torch_checkpoint),
         limit=1.02,
+    ),
+    Case(
+        "4 encoder layers, width 32: remat / torch checkpoint",
+        side(encoder, remat),
+        side(encoder, torch_checkpoint),
+        limit=1.4,
     ),
     Case(
         "the block, func.grad: remat / plain",

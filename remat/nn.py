@@ -11,7 +11,7 @@ import torch
 
 from ._core import trees
 from ._core.lines import accepts, warn
-from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, default_loss, modules_of
+from ._measure.program import FROZEN, Program, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded
@@ -176,8 +176,8 @@ def budget(
     program = Program(model, args, kwargs, loss=loss or _sum)
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")
-    if program.is_frozen:
-        warn(FROZEN if program.is_differentiated() else NOT_DIFFERENTIATED)
+    if program.is_frozen and program.is_differentiated():
+        warn(FROZEN)
     if where is not None:
         chosen = chosen_modules(program.named_modules, where)
         blocks = BlockBudget(**vars(plan_for(program, amount, cost, only=[module for _, module in chosen])))
@@ -217,8 +217,8 @@ def _sum(result: Any) -> torch.Tensor:
     tensors = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
     if not hasattr(result, "loss") and any(tensor.numel() > 1 for tensor in tensors):
         warn(
-            "The model returns no loss, so remat.nn.budget takes the sum of its result for it. What your loss needs is "
-            "not counted: give it, as in `loss=lambda out: criterion(out, y)`."
+            "The model's result has no `.loss`, so remat.nn.budget takes the sum of the result for the loss. What your "
+            "loss needs is not counted: give it, as in `loss=lambda out: criterion(out, y)`."
         )
     return default_loss(result)
 

@@ -23,6 +23,7 @@ from .._captured.variables import Entries, bound
 from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
+from .._core.lines import accepts
 from .._core.tensors import as_bytes, bytes_of, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart
 from .._region.error_context import with_parameters
@@ -107,6 +108,8 @@ class Program:
                     f"The option {option} must be a function, got {shown(value)}. If {option} is an argument of fn, "
                     f"wrap fn in a lambda."
                 )
+        if loss is not None and accepts(getattr(loss, "forward", loss), None) is False:
+            raise TypeError("loss is called with the result alone: write `loss=lambda out: criterion(out, y)`.")
         self.fn, self.transform, self.loss = fn, transform, loss
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]
@@ -116,7 +119,8 @@ class Program:
         self.names = [name.removeprefix("argument ") for name in names]  # of the tensors
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
         captured = list(reversed(found.values()))
-        self._generators = [(name, value) for name, value in captured if not isinstance(value, torch.Tensor)]
+        given = [(f"argument generator {i}", each) for i, each in enumerate(self.arguments.generators())]
+        self._generators = [*given, *((name, value) for name, value in captured if not isinstance(value, torch.Tensor))]
         # An attribute may still have a tensor of a transform that has ended.
         self.captured = [(n, v) for n, v in captured if isinstance(v, torch.Tensor) and not private.is_wrapped(v)]
         self.named_modules = modules_of(fn, self.arguments.leaves, self._found)

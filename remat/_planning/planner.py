@@ -14,10 +14,11 @@ from torch import nn
 
 from .._core import private
 from .._core.amounts import size_text
+from .._core.lines import warn
 from .._core.state import disable_remat
 from .._measure.allocated import Allocated, free_memory
 from .._measure.observer import gc_disabled
-from .._measure.program import Program
+from .._measure.program import NOT_DIFFERENTIATED, Program
 from .._modules.region_class import change_back, is_sequence, regions, restored
 from .._policy.policy import Budget
 from ..errors import PolicyError, RematError
@@ -67,6 +68,8 @@ class _Planner:
         trace = self._trace = Trace(differentiated, cost)
         with disable_remat(), torch.enable_grad(), trace.of(self._modules):
             loss = program.forward(program.fn)
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            warn(NOT_DIFFERENTIATED)
         self._candidates = Candidates(trace, program.named_modules, only)
         self._items = chain_of(trace, self._candidates)
         self._longest_row = 2 * math.isqrt(len(self._items)) + 1 if self._is_free else 0

@@ -112,6 +112,13 @@ def test_models_and_transforms_of_them() -> None:
     assert check(net, params, torch.randn(4, 3), transform=by_parameters).counts["result"] == 4
 
 
+def test_a_generator_among_the_arguments_is_restored() -> None:
+    generator = torch.Generator()
+    state = generator.get_state()
+    assert check(lambda x, generator: x.sin() * torch.rand(3, generator=generator), rand(3), generator)
+    assert torch.equal(generator.get_state(), state)
+
+
 def test_the_loss_of_a_result_is_differentiated() -> None:
     @dataclass
     class Output:
@@ -123,6 +130,8 @@ def test_the_loss_of_a_result_is_differentiated() -> None:
     shapes = deque[torch.Size]()  # which isn't restored
     check(lambda x: x.sin(), rand(3), loss=lambda y: shapes.append(y.shape) or y.square().sum())
     assert [*shapes] == [(3,)] * 3  # plain, as it is, and as a region
+    with pytest.raises(TypeError, match="loss is called with the result alone: write `loss=lambda out: criterion"):
+        check(lambda x: x.sin(), rand(3), loss=nn.functional.mse_loss)
     several = check(lambda x: x.sin(), rand(3), loss=lambda y: y)
     assert "The option loss must return a tensor of one element, got shape [3]." in str(several)
 

@@ -363,6 +363,8 @@ def test_arguments_in_another_order_and_frozen_parameters() -> None:
     frozen = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).requires_grad_(False)
     with pytest.warns(remat.RematWarning, match="No parameter and no argument requires grad"):
         remat.nn.budget(frozen, 1.0, torch.randn(4, 8))
+    with pytest.warns(remat.RematWarning, match="Nothing was differentiated"):
+        remat.nn.budget(lambda x: frozen(x).sum().detach(), 2**30, torch.randn(4, 8, requires_grad=True))
     assert "No parameter and no argument requires grad" in str(remat.report(frozen, torch.randn(4, 8)))
 
 
@@ -439,7 +441,7 @@ def test_a_loss_outside_of_the_model_is_asked_for() -> None:
         nn.Sequential(blocks(), nn.Linear(X.shape[-1], 512)),
         torch.zeros(X.shape[:-1].numel(), dtype=torch.long),
     )
-    with pytest.warns(remat.RematWarning, match=r"takes the sum of its result for it.*`loss=lambda out: criterion"):
+    with pytest.warns(remat.RematWarning, match=r"takes the sum of the result.*`loss=lambda out: criterion"):
         low = remat.nn.budget(model, 1.0, X).peak
     with warnings.catch_warnings():
         warnings.simplefilter("error")
