@@ -44,14 +44,6 @@ def parts(tensor: Any) -> list[torch.Tensor]:
     return [part for name in tensor.__tensor_flatten__()[0] for part in parts(getattr(tensor, name))]
 
 
-def lift(tensor: torch.Tensor) -> torch.Tensor:
-    """Wrap a plain tensor at all active grad and jvp levels, as torch.func wraps tensors that may change in place."""
-    for interpreter in private.interpreter_stack() or ():
-        if interpreter.key().value in (private.GRAD, private.JVP):
-            tensor = private.wrap_grad(tensor, interpreter.level())
-    return tensor
-
-
 def bottom(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below all levels, on which kernels run."""
     while private.is_wrapped(tensor):

@@ -24,7 +24,7 @@ from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import Run
 from .._selective.replay import Recompute
 from ..errors import MutationError
-from .derived import Batched, BatchedPullback, Jvp, Pull, Pullback, Tensors, gradients, unreached
+from .derived import Batched, BatchedPullback, Pull, Pullback, Tensors, gradients, unreached
 from .watch import Watch
 
 
@@ -82,7 +82,7 @@ class Call:
             else:
                 outs = self._first_under_hooks(region, inputs)
         self.orders_below = self.watch.orders_below
-        if fits and not any(isinstance(each, Jvp) for each in transforms):
+        if fits:
             self.depends = [t.requires_grad for t in outs]
         if recorded and fits:  # else the results would have a history that the same program without remat hasn't
             own = operands[: len(root.inputs.operands())]  # without tangents, whose numbers may be those of cotangents

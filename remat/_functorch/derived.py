@@ -170,8 +170,13 @@ class Pullback(Derived):
             return self.chosen(outs)
 
         _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
-        # Its zeros for what the outputs don't depend on would become NaN where a derivative is infinite.
-        return lambda cotangents: [None if i in unread else g for i, g in enumerate(vjp(list(cotangents)))]
+
+        def pull(cotangents: Tensors) -> list:
+            grads = vjp(list(cotangents), create_graph=private.dual_level_active() or None)
+            # Its zeros for what the outputs don't depend on would become NaN where a derivative is infinite.
+            return [None if i in unread else g for i, g in enumerate(grads)]
+
+        return pull
 
     def _by_autograd(self, primals: Tensors, run: Run) -> Pull:
         # The result is recorded only if an input or cotangent is. Gradients are taken with respect to the aliases.

@@ -21,7 +21,7 @@ from .._core.devices import is_capturing
 from .._core.facts import tensors as tensors_in
 from .._core.host_memory import Group, Offloaded
 from .._core.state import alias, own_work, state, unseen
-from .._core.tensors import copied, holder, is_dual, is_in_graph, lift, parts, span
+from .._core.tensors import copied, holder, is_dual, is_in_graph, parts, span
 from ..errors import MutationError
 from .fingerprints import bits, checksum, fingerprint
 from .hooks import Hooks, Packed, drop_gradient_hooks
@@ -152,8 +152,7 @@ class Guard(Held):
             )
         if self.copy is not None:
             with private.without_levels():
-                copy = copied(self.copy)
-            return lift(copy)
+                return copied(self.copy)
         if _version(tensor if first is None else first) != self.version:
             raise MutationError(self.message())
         return tensor
@@ -178,14 +177,11 @@ class Guard(Held):
             return fwAD.make_dual(*(each.again() for each in self.dual))
         return cut(tensor, self.requires_grad, self.leaf)
 
-    def captured_again(self, accumulated: bool, unfinished: bool) -> torch.Tensor:
+    def captured_again(self, accumulated: bool) -> torch.Tensor:
         """Return a captured tensor for a recompute: itself if possible, so that no variable changes.
 
         ``accumulated``: a backward pass inside the region has added to gradients, so a parameter is replaced.
-        ``unfinished``: in the first run. Inner regions would take the wrapper of a copy as an operand.
         """
-        if unfinished and self._copy is not None and self.is_as_before and not _may_differ(self.tensor, self._copy):
-            return self.tensor
         added_to = accumulated and self.requires_grad
         other = self.copy is not None or self.lost or self.packed is not None or self.dual is not None
         if added_to or other or self.tensor is None:
@@ -270,8 +266,7 @@ class Guards(list[Guard]):
 
     def captured_again(self) -> list[torch.Tensor]:
         """Return all tensors, captured ones, for a recompute."""
-        unfinished = self._grads is not None
-        return [guard.captured_again(self.accumulated, unfinished) for guard in self]
+        return [guard.captured_again(self.accumulated) for guard in self]
 
     def watched(self) -> AbstractContextManager:
         """Within, reads of tensors that were changed since are errors."""

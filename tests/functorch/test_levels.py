@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, f, rows, summed, through_autograd, vmap
+from both import ALL, ONCE, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, f, pushed, rows, summed, through_autograd, vmap
 from torch import Tensor
 from torch.func import functionalize, grad, hessian, jvp, vjp
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, silu
 
 from benchmarks.measure import count_ops
 from remat import checkpoint_name, policies, remat, scan
@@ -161,6 +161,23 @@ def with_grad(wrap: Wrap) -> Fn:
 def test_grad_mode_inside(transform: Callable, fn: Callable) -> None:
     both(lambda wrap: transform(summed(fn(wrap)))(X))
     both(lambda wrap: transform(summed(wrap(fn(wrap))))(X))
+
+
+def test_a_gradient_that_is_not_recorded_has_a_tangent() -> None:
+    both(lambda wrap: jvp(torch.no_grad()(grad(summed(wrap(silu)))), (V,), (V,)))  # torch has two formulas for `silu`
+
+
+def test_a_tangent_requires_grad_only_if_it_depends_on_what_is_followed() -> None:
+    both(lambda wrap: grad(lambda w: w.sum() * pushed(wrap(lambda x: x.sin() + w))(V).requires_grad)(V))
+
+
+def test_nested_regions_that_change_a_captured_tensor() -> None:
+    def program(wrap: Wrap) -> Any:
+        n = torch.ones_like(V)
+        region = wrap(wrap(lambda x: (x * torch.mul(n, 2.0, out=n).clone()).sin()))
+        return through_autograd(pushed(pushed(region)), V), n
+
+    both(program)
 
 
 @pytest.mark.parametrize("name", ALL)
