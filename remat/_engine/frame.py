@@ -35,7 +35,7 @@ from .._region.turns import turn
 from .._selective.replay import Attempt
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
-from .slots import Slot, Slots
+from .slots import InputSlot, Slot, Slots
 
 
 class Stop(BaseException):
@@ -122,7 +122,8 @@ class Frame:
             value = self._filled(packed, to_the_end=True)
         if self.slots.mixed:
             make_readable(value, self.streams)
-        if private.version(value) != packed.version or (packed.first and packed.has_changed()):
+        is_copy = reader is not None and type(packed) is InputSlot  # for a region inside; autograd raises an error
+        if private.version(value) != packed.version or (packed.first and not is_copy and packed.has_changed()):
             raise MutationError(
                 f"A tensor that the region captured or computed, {fingerprint(value, 'metadata')}, was saved for the "
                 f"backward and then changed in place. The same program raises an error without remat, unless saved-"

@@ -27,7 +27,7 @@ from .._region.region import Region, Run
 from .._selective.recorder import recorder_for
 from .frame import Frame
 from .operation_log import OpLog
-from .slots import Slot
+from .slots import InputSlot, Slot
 
 
 def call(fn: Callable, options: Options, known: Known, around: Around, args: Any, kwargs: dict) -> Any:
@@ -99,7 +99,7 @@ class Saver(RegionHooks):
         if found is None and (held := self._held(tensor, base, node)) is not None:
             self._add(None)
             return held
-        slot = Slot(self._look(tensor))
+        slot = (Slot if found is None else InputSlot)(self._look(tensor))
         if node is None and not tensor.requires_grad:
             slot.watch(tensor)
         self._add(weakref.ref(slot))

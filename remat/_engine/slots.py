@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from .._core import private
+from .._core.state import unseen
+from .._core.tensors import copied
 
 
 class Slot:
@@ -43,6 +45,16 @@ class Slot:
     def empty(self) -> None:
         """Release the value."""
         self.value = None
+
+
+class InputSlot(Slot):
+    """The slot of an input that the region has changed in place, and may change again: its value is a copy."""
+
+    __slots__ = ()
+
+    def fill(self, value: torch.Tensor) -> None:
+        with unseen():
+            super().fill(copied(value))
 
 
 class Slots:

@@ -58,12 +58,16 @@ class Log:
         self.lines: dict[int, Line] = {}  # the lines that called the operations
         self.made: dict[int, int] = {}  # for each value the number of the step that made it
         self.overwritten: set[int] = set()
+        self.in_inputs: set[int] = set()  # values that were written to an input
         self.exposed: set[int] = set()  # detached values, which Python can read without a dispatch mode seeing it
         self.drawing: set[Facts] = set()  # operations of other libraries that have drawn random numbers
         self.views: set[Facts] = set()  # operations of which a call only returned views, so that it is not a step
 
     def append(self, step: Step) -> None:
         """Add the next step."""
+        for value, before in zip(step.outs[::-1], step.overwritten[::-1]):
+            if before not in self.made or before in self.in_inputs:
+                self.in_inputs.add(value)
         self.made.update(dict.fromkeys(step.outs, len(self.steps)))
         self.overwritten.update(step.overwritten)
         self.steps.append(step)

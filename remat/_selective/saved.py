@@ -209,10 +209,13 @@ class SavedValues:
         return of_region(self.hooks) is not None
 
     def decide(self, value: int, verdict: Verdict) -> None:
-        """Allow a value to be saved, or don't allow it after all, and release what is saved of it."""
+        """Allow a value to be saved, or don't allow it after all, and release what is saved of it.
+
+        One that is in an input isn't saved: it may be overwritten as soon as the region has ended.
+        """
         if verdict is Verdict.RECOMPUTE:
             self.save_only(self.allowed.keys() - {value})
-        else:
+        elif value not in self.log.in_inputs:
             self.allowed[value] = verdict
 
     def save_only(self, values: Collection[int]) -> None:

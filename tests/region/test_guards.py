@@ -26,11 +26,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+SAVES = policies.save_ops("aten.sin", "aten.add_", "aten.native_batch_norm")
 WAYS: dict[str, Wrap] = {
     "no policy": remat,
-    "a policy": remat(policy=policies.save_only_these_names("none")),
+    "a policy": remat(policy=SAVES),
     "nested": lambda fn: remat(remat(fn)),
-    "nested, with a policy": lambda fn: remat(remat(fn, policy=policies.save_ops("aten.sin"))),
+    "nested, with a policy": lambda fn: remat(remat(fn, policy=SAVES)),
 }
 every_way = pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
 pytestmark = pytest.mark.filterwarnings("ignore:The policy")
@@ -178,16 +179,22 @@ def counted(x: Tensor, norm: nn.BatchNorm1d) -> Tensor:
 
 def a_count_that_autograd_saves(wrap: Wrap) -> Any:
     """It saves a view of what the region has changed."""
-    owner, x = nn.Module(), rand(3)
-    owner.count = nn.Buffer(torch.zeros(1, dtype=torch.float64))
+    count, x = torch.zeros(1, dtype=torch.float64), rand(3)
 
     def f(x: Tensor) -> Tensor:
-        owner.count += 1
-        return (x.sin() * owner.count[0]).exp() * owner.count[0]
+        count.add_(1)
+        return (x.sin() * count[0]).exp() * count[0]
 
     inner = wrap(f)
     out = wrap(lambda x: inner(x).cos())(x)
-    return torch.autograd.grad(out.sum(), x), owner.count
+    return torch.autograd.grad(out.sum(), x), count
+
+
+def a_count_of_regions_inside(wrap: Wrap) -> Any:
+    count, x = torch.ones(3, dtype=torch.float64), rand(3)
+    inner = wrap(lambda x, n: (x.sin() * (count.add_(n) if n else count).clone()).exp())
+    out = wrap(lambda x: inner(inner(inner(x, 1), 0), 2))(x)  # the second one only reads it
+    return torch.autograd.grad(out.sum(), x), count
 
 
 def accumulates(loss: Callable, result: Callable, used: Callable = lambda w: w) -> Callable[[Wrap], Any]:
@@ -249,6 +256,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     ),
     "counted": statistics(counted),
     "a count that autograd saves": a_count_that_autograd_saves,
+    "a count of regions inside": a_count_of_regions_inside,
     "gradients of captured parameters": accumulates(lambda x, w: (x @ w).sin(), lambda x, w: (x @ w).cos().exp() @ w),
     "gradients of a loss that saves no tensor": accumulates(lambda x, w: w, lambda x, w: (x * w).sin()),
     "gradients beside an activation, whose own would warn": accumulates(
