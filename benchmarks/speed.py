@@ -253,7 +253,7 @@ CASES: tuple[Case, ...] = (
         "4 encoder layers, width 32: remat / torch checkpoint",
         side(encoder, remat),
         side(encoder, torch_checkpoint),
-        limit=1.4,
+        limit=1.5,
     ),
     Case(
         "the block, func.grad: remat / plain",
