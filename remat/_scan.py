@@ -231,7 +231,10 @@ class Loop(NamedTuple):
         """Run the first two steps. Return also the bytes that the second one saves, where that is known."""
         carry, ys = self._segment(2, 0, 0, carry, xs)
         hooks = of_region(private.top_hooks(True))
-        return carry, ys, hooks.frame.slots.nbytes() if isinstance(hooks, Saver) else None
+        if not isinstance(hooks, Saver):
+            return carry, ys, None
+        values = [slot.value for slot in hooks.frame.slots.alive() if slot is not None]
+        return carry, ys, sum(value.numel() * value.element_size() for value in values if value is not None)
 
     def in_regions(self, count: int, spare: int, start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
         """Run steps, in a region for each segment. Return the carry after them, and the leaves of each ``y``."""

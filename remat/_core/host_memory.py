@@ -161,7 +161,7 @@ _thread = threading.local()  # its groups, in the order in which they were made
 class _Arrival:
     """A tensor that is copied back: ready after the event ``done``, in memory that belongs to the stream ``home``."""
 
-    def __init__(self, tensor: torch.Tensor, done: torch.Event | None = None, home: torch.Stream | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, done: torch.Event | None = None, home: Any = None) -> None:
         self.tensor, self.done, self.home = tensor, done, home
 
     def ready(self) -> torch.Tensor:
@@ -175,7 +175,7 @@ class _Arrival:
 
     def __del__(self) -> None:
         # If it was never read, its memory could be reused before the copy into it has ended.
-        if self.done is not None and self.home is not None:
+        if self.done is not None:
             self.home.wait_event(self.done)
 
 

@@ -26,7 +26,7 @@ def is_wrapper_call(types: tuple[type, ...]) -> bool:
 
 def is_plain(tensor: Any) -> bool:
     """Whether a tensor is not made of other tensors."""
-    return type(tensor) is torch.Tensor or not hasattr(type(tensor), "__tensor_flatten__")
+    return not hasattr(type(tensor), "__tensor_flatten__")
 
 
 def all_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:

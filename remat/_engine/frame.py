@@ -26,7 +26,7 @@ from .._core.state import alias, own_work, state, within
 from .._core.tensors import bare, is_in_graph
 from .._region.around import RegionHooks, of_region
 from .._region.error_context import with_region
-from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, may_be_unset
+from .._region.fingerprints import LOOKS, describe, fingerprint, is_other
 from .._region.guards import Guard, Guards, Held, close
 from .._region.hooks import Packed, drop_gradient_hooks, hooks_allowed
 from .._region.placeholders import Restart
@@ -107,7 +107,7 @@ class Frame:
             self.on_inner_backward()
         if isinstance(packed, (Held, Packed)):
             tensor = packed.saved() if isinstance(packed, Held) else packed.get()
-            if self.streams and isinstance(packed, Guard) and packed.packed is not None:
+            if isinstance(packed, Guard) and packed.packed is not None:
                 make_readable(tensor, self.streams)  # an outer region's recompute made it, and may have stopped
             return tensor
         value = packed.value
@@ -136,11 +136,9 @@ class Frame:
         return value
 
     def on_inner_backward(self) -> None:
-        if not self.inside:
-            self.inside = True
-            self.captured_inputs.accumulated = True
-            if (around := of_region(self.outer)) is not None:
-                around.on_inner_backward()
+        self.inside = self.captured_inputs.accumulated = True
+        if (around := of_region(self.outer)) is not None:
+            around.on_inner_backward()
 
     def _filled(self, wanted: Slot, to_the_end: bool = False) -> torch.Tensor:
         """Recompute the region. Outside of a backward pass only the wanted slot is filled, and emptied at once."""
@@ -180,7 +178,7 @@ class Frame:
     def _is_last(self) -> bool:
         """Whether no recompute comes after this one. Inside an outer region each recompute must do the same."""
         record = self.record
-        if record is None or record.saved_values.in_region or self.inside or not record.one_output:
+        if record is None or record.saved_values.in_region or not record.one_output:
             return False
         if record.saved_values.nbytes <= 4096:  # not worth a query of autograd, which takes 20 us for each input
             return False
@@ -243,9 +241,8 @@ class Filler(RegionHooks):
             operands = frame.operands.again()
         result = None
         self.attempt = run = self._run_by_plan(whole)
-        policies = frame.policies
-        if frame.open and frame.policy is not None:  # there is no replay yet that adds it for inner regions
-            policies = (*policies, frame.policy)
+        # The own policy is for inner regions, as in the middle of a first run there is no replay yet that adds it.
+        policies = frame.policies if frame.policy is None else (*frame.policies, frame.policy)
         first_hook = RemovableHandle.next_id
         private.push_hooks(self._pack_any if frame.is_noted else self.pack, lambda packed: packed)
         # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
@@ -320,7 +317,7 @@ class Filler(RegionHooks):
         return self.pack(tensor)
 
     def _check_more(self) -> None:
-        if self.stopped or (self.frame.open and self.to_the_end):  # the first run has come no further
+        if self.stopped or self.frame.open:  # the first run has come no further
             self._stop()
         if self.check != "none":
             expected = f"The region saved {len(self.slots)} tensors for its backward in the forward"
@@ -329,10 +326,9 @@ class Filler(RegionHooks):
     def _compare(self, slot: Slot, now: tuple, tensor: torch.Tensor) -> None:
         before, index = slot.fingerprint, self.count - 1
         previous = self.frame.slots.alive()[index - 1] if index else None
-        if previous is not None and may_be_unset(before, previous.fingerprint[3]):
-            before, now = before[:6], now[:6]  # without checksums
+        maker = type(None) if previous is None else previous.fingerprint[3]
         is_input = tensor.is_leaf and tensor.requires_grad  # then the first run had no slot for it
-        if is_other(before, now) or (is_input and before[3] is not type(None)):
+        if is_other(before, now, maker) or (is_input and before[3] is not type(None)):
             self.difference = self.difference or self.mismatch(
                 f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
                 f"{describe(now, before)} in the recompute, at {user_line()}"
@@ -360,8 +356,6 @@ class Filler(RegionHooks):
             log.check_end()
         if self.check == "none":
             return
-        if self.difference is not None:
-            raise self.difference
         if self.count < len(self.slots):
             raise self.too_few()
         self.frame.region.check_result(result)
@@ -388,7 +382,7 @@ _NO_SLOT: Any = object()  # for a tensor that autograd did not save in the first
 def shields(frame: Frame) -> list[Any]:
     """The contexts of a recompute: none, in a plain backward pass."""
     contexts = [make() for is_needed, make in _SHIELDS if is_needed()]
-    if frame.modes and not modes_that_see():
+    if frame.modes:
         contexts.append(PlainMode())
     if any(each.dual for each in (*frame.operands, *frame.captured_inputs)) and not private.dual_level_active():
         contexts.append(fwAD.dual_level())

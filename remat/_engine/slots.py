@@ -81,11 +81,6 @@ class Slots:
         """Return the slots that nodes own, None for others."""
         return [None if ref is None else ref() for ref in self._refs]
 
-    def nbytes(self) -> int:
-        """The bytes of the values that slots own; a tensor that was saved twice counts twice."""
-        values = [slot.value for slot in self.alive() if slot is not None]
-        return sum(value.numel() * value.element_size() for value in values if value is not None)
-
     def clear(self) -> None:
         """Release the values that were filled in for a backward pass and not read."""
         if not self.lock.acquire(blocking=False):

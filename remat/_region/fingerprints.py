@@ -65,12 +65,15 @@ LOOKS: dict[str, Callable[[torch.Tensor], tuple]] = {
 }
 
 
-def is_other(before: tuple, now: tuple) -> bool:
+def is_other(before: tuple, now: tuple, maker: type) -> bool:
     """Whether two unequal fingerprints of a saved tensor mean that the recompute took another path.
 
-    Versions may differ: a view of a tensor from outside has the version of that tensor.
+    Versions may differ: a view of a tensor from outside has the version of that tensor. So may the bytes of a
+    workspace, if a recurrent network is the ``maker`` of the tensor saved just before: it writes only a part of them.
     """
-    if before[:3] != now[:3] or before[6:] != now[6:] or not _may_be_the_same(before[3], now[3]):
+    is_workspace = before[0] is torch.uint8 and maker.__name__ in _HAVE_WORKSPACE
+    values_differ = before[6:] != now[6:] and not is_workspace
+    if before[:3] != now[:3] or values_differ or not _may_be_the_same(before[3], now[3]):
         return True
     return before[5:6] != now[5:6] and _moves(before) != _moves(now)
 
@@ -96,14 +99,6 @@ _UNKNOWN = type(None), BackwardCFunction
 _MOVES = {  # these compute nothing, and the rules of ``vmap`` choose among them by a tensor's memory layout
     "CatBackward0", "CloneBackward0", "ReshapeAliasBackward0", "StackBackward0", "UnsafeViewBackward0", "ViewBackward0",
 }  # fmt: skip
-
-
-def may_be_unset(tensor: tuple, before: type) -> bool:
-    """Whether bytes of a saved tensor may never have been written, where ``before`` made the one saved just before.
-
-    The kernels of recurrent networks write only a part of their workspace, which is saved after their results.
-    """
-    return tensor[0] is torch.uint8 and before.__name__ in _HAVE_WORKSPACE
 
 
 _HAVE_WORKSPACE = {"CudnnRnnBackward0", "MiopenRnnBackward0", "MkldnnRnnLayerBackward0"}

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from .._core import private
 from .._core.passes import current_scope
 from .._core.state import unseen
-from .._core.tensors import is_plain, laid_out
+from .._core.tensors import is_dense, is_plain, laid_out
 from ..errors import MutationError, RematError
 from .fingerprints import fingerprint
 
@@ -161,5 +161,4 @@ class Packed:
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The strides of a plain tensor, else None."""
-    plain = tensor.layout is torch.strided and not tensor.is_nested and is_plain(tensor)
-    return tensor.stride() if plain else None
+    return tensor.stride() if is_dense(tensor) and is_plain(tensor) else None

@@ -25,8 +25,8 @@ def check_returns(fn: Any) -> None:
 
     Raises TypeError if it is a generator function or an async function.
     """
-    fn = getattr(fn, "__func__", fn) if isinstance(fn, (classmethod, staticmethod)) else fn
-    called = fn.forward if isinstance(fn, torch.nn.Module) and hasattr(fn, "forward") else fn
+    fn = getattr(fn, "__func__", fn)  # of a method, a class method or a static method
+    called = getattr(fn, "forward", fn) if isinstance(fn, torch.nn.Module) else fn
     method = vars(type(called)).get("__call__")  # for callable objects
     for is_kind, kind in _KINDS:
         if is_kind(called) or is_kind(method):

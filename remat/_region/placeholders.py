@@ -65,8 +65,7 @@ class Placeholders:
 
     def mark_filled(self, tensor: torch.Tensor) -> None:
         """Note that a placeholder has been filled with its value."""
-        if self.has(tensor):
-            del self._storages[id(holder(tensor))]
+        self._storages.pop(id(holder(tensor)), None)
 
     def read(self, read: Iterable[torch.Tensor]) -> None:
         """Note that these tensors are read. Raises Restart if one of them is a placeholder."""

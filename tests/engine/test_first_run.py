@@ -68,7 +68,7 @@ def test_what_exists_without_the_region_takes_no_memory_and_no_recompute() -> No
     assert count_ops(lambda: grad(remat(lambda x: x.t() * w[:])(x), x))["aten.mul"] == 1 + 1
     hidden = {constant := w.detach()}
     for held in (lambda: constant, lambda: next(iter(hidden))):  # the search finds the first one only
-        out = remat(lambda x: x * held())(x)
+        out = remat(lambda x: (x * held()).exp())(x)
         constant.add_(1)
         with pytest.raises(MutationError):
             grad(out, x)
@@ -95,6 +95,24 @@ def test_a_value_that_the_region_saves_and_then_changes_is_an_error_as_without_r
         grad(fn(x), x)
     with pytest.raises(MutationError, match=r"float64\[3\], was saved for the backward .* `\.clone\(\)`"):
         grad(remat(fn, early_stop=False)(x), x)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["one region", "a region around"])
+def test_a_first_run_that_refuses_hooks_leaves_no_trace(around: bool) -> None:
+    def run(wrap: Wrap) -> Any:
+        torch.manual_seed(0)
+        x, counts = rand(3), [torch.zeros(()), torch.zeros(())]
+
+        def fn(x: Tensor, count: Tensor) -> Tensor:
+            y = x.exp() * torch.rand(3) + counts[1].add_(1) + count.add_(1)
+            return torch.func.grad(lambda z: (z.sin() * y).sum())(y.detach()).exp()
+
+        region = wrap(fn)
+        outer = wrap(lambda x: region(x.sin(), counts[0]).sin(), debug=True) if around else region
+        out = outer(x) if around else outer(x, counts[0])
+        return out, *counts, torch.rand(1), grad(out, x)
+
+    assert_same(run(remat), run(plain), exact=False)
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])

@@ -13,7 +13,6 @@ from both import Wrap, X, both, plain, summed, through_autograd
 from cases import SineAndCosine, assert_same, rand, repeated
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
-from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from remat import RematError, remat
 
@@ -190,13 +189,6 @@ def test_an_autograd_function_without_grad_mode_has_no_second_derivative() -> No
 
     assert_same(second(remat, sine), second(plain, torch.sin))
     assert_same(second(plain, sine), X.cos())
-
-
-def test_expanded_weights_are_refused() -> None:
-    """They are a module's own way of computing per-sample gradients."""
-    with pytest.raises(RuntimeError, match="Expanded Weights") as error:
-        call_for_per_sample_grads(nn.Sequential(remat(nn.Linear(4, 4))))(X.float()).sum().backward()
-    assert "`vmap(grad(loss))`" in error.value.__notes__[0]
 
 
 WITH_COPIES: dict[str, Callable[[Callable, dict], Any]] = {

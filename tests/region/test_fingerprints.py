@@ -37,6 +37,20 @@ def test_other_strides_are_a_mismatch(device: str) -> None:
     backward(remat(strided((4, 4), (4, 1), (1, 4)), determinism_check="none"), x)
 
 
+OTHERS: dict[str, tuple[Callable, str]] = {
+    "a shape": (lambda x: x[:2, :2].tanh(), r"float64\[2, 2\] of TanhBackward0"),
+    "an operation": (Tensor.sigmoid, r"float64\[4, 4\] of SigmoidBackward0"),
+    "an input": (lambda x: x, r"float64\[4, 4\] of no recorded operation \(such as an input\)"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_tensor_is_described(name: str) -> None:
+    other, text = OTHERS[name]
+    with pytest.raises(RecomputeMismatchError, match=rf"float64\[4, 4\] of TanhBackward0 in the forward and {text} in"):
+        backward(remat(lambda x: (other if is_recomputing() else Tensor.tanh)(x).sin()), rand(4, 4))
+
+
 @pytest.mark.parametrize("shape, before, now", [((1, 4), (4, 1), (7, 1)), ((0, 4), (4, 1), (1, 7))], ids=str)
 def test_strides_of_dimensions_without_extent_do_not_matter(shape: Any, before: Any, now: Any, device: str) -> None:
     x = rand(*shape).detach().to(device).requires_grad_()
@@ -75,14 +89,20 @@ def test_a_sparse_tensor_in_one_of_the_runs_is_a_mismatch(again: bool, sparse: C
         backward(remat(fn), rand(3, 3))
 
 
+def through_a_new_function(y: Tensor) -> Tensor:
+    fns = {"forward": staticmethod(lambda ctx, y: y.clone()), "backward": staticmethod(lambda ctx, g: g)}
+    return type("Own", (torch.autograd.Function,), fns).apply(y)
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda y: y.t(),
     "conjugate": lambda y: torch.complex(y, y).conj().abs(),
     "negative": lambda y: torch.complex(y, y).conj().imag,
     "expanded": lambda y: y[:1].expand(3, 3),
     "empty": lambda y: y[:0],
-    "of a Function made in each run": lambda y: type("Own", (torch.autograd.Function,), {
-        "forward": staticmethod(lambda ctx, y: y.clone()), "backward": staticmethod(lambda ctx, g: g)}).apply(y),
+    "of a Function made in each run": through_a_new_function,
+    "of a Function in the recompute": lambda y: through_a_new_function(y) if is_recomputing() else y,
+    "of a Function in the forward": lambda y: y if is_recomputing() else through_a_new_function(y),
     "sparse": lambda y: torch.sparse.mm((y.detach() * 2).to_sparse(), y),
 }  # fmt: skip
 

@@ -160,6 +160,11 @@ def test_tensors_up_to_a_size_are_copied_before_the_region_changes_them(size: st
         assert_same(run(remat), run(plain))
 
 
+def test_a_region_may_change_large_tensors_that_share_memory_if_no_backward_follows() -> None:
+    fn, x = lambda x, a, b: a.mul_(2).sum() * b.mul_(3).sum() * x, rand(3)
+    assert_same(*(f(x, *torch.ones(200, 99).split(100)) for f in (remat(fn), fn)))
+
+
 def statistics(fn: Callable[[Tensor, nn.BatchNorm1d], Tensor]) -> Callable[[Wrap], Any]:
     def run(wrap: Wrap) -> tuple:
         norm, x = nn.BatchNorm1d(4, momentum=0.5), rand(6, 4, dtype=torch.float32)

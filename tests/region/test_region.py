@@ -19,10 +19,11 @@ from remat_functions import plain
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
-from benchmarks.measure import PeakMemory, gc_disabled
-from remat import MutationError, RecomputeMismatchError, disable_remat, is_recomputing, policies, remat
+from benchmarks.measure import PeakMemory, gc_disabled, held_bytes
+from remat import MutationError, RecomputeMismatchError, disable_remat, is_recomputing, override, policies, remat
 
 Wrap = Callable[[Callable], Callable]
 
@@ -217,13 +218,15 @@ def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(trans
 
     def run(wrap: Wrap) -> Any:
         seed(3)
-        n, x = torch.zeros(()), rand(3)
+        n, x, c, g = torch.zeros(()), rand(3), rand(3, grad=False), torch.Generator().manual_seed(1)
+        earlier = (x * c).sum()  # its graph needs `c` as it is
         norm = nn.BatchNorm1d(3, affine=False).double()
 
         def fn(x: Tensor) -> Tensor:
             n.add_(1)
             norm.steps = getattr(norm, "steps", 0) + 1
-            y = norm(x.expand(2, 3) * torch.rand(2, 3))[0] + x * torch.rand(3) * n.clone() * random.random()
+            y = norm(x.expand(2, 3) * torch.rand(2, 3))[0] + c * torch.rand(3, generator=g)
+            y = y + x * torch.rand(3) * n.clone() * random.random()
             return TRANSFORMS[transform](y) * norm.steps
 
         region = wrap(fn)
@@ -231,20 +234,21 @@ def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(trans
         region = region if not outer else around if wrap is plain else remat(around, debug=True)
         outs = [region(x) for _ in range(2)]  # the second call uses what the first one recorded
         after = n.clone(), [b.clone() for b in norm.buffers()], norm.steps, torch.rand(3), random.random()
-        grads = [torch.autograd.grad(out.sum(), x) for out in outs]
-        return outs, after, grads, n, [*norm.buffers()], norm.steps
+        grads = [torch.autograd.grad(out.sum(), x) for out in (*outs, earlier)]
+        return outs, after, grads, n, torch.rand(3, generator=g), [*norm.buffers()], norm.steps
 
     assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
 
 
-def test_a_recompute_does_not_wait_for_one_that_runs_a_backward_pass() -> None:
+def test_a_recompute_waits_for_another_until_that_runs_a_backward_pass() -> None:
     """The backward pass may need the thread that waits, as for the nodes of another device."""
     waits, ended, in_time = threading.Event(), threading.Event(), []
 
     def slow(x: Tensor) -> Tensor:
         if is_recomputing():
+            in_time.append(waits.set() or not ended.wait(0.1))
             y = x.detach().requires_grad_()
-            y.register_hook(lambda g: waits.set() or in_time.append(ended.wait(10)))
+            y.register_hook(lambda g: in_time.append(ended.wait(10)))
             y.sum().backward()  # saves nothing
         return x.sin().exp()
 
@@ -257,7 +261,7 @@ def test_a_recompute_does_not_wait_for_one_that_runs_a_backward_pass() -> None:
     thread.start()
     pull()
     thread.join()
-    assert in_time == [True]
+    assert in_time == [True, True]
 
 
 class Stores(nn.Module):
@@ -295,6 +299,46 @@ def test_a_callable_object_that_is_a_generator_is_refused() -> None:
 
     with pytest.raises(TypeError, match="Generates is a generator"):
         remat(Generates())
+    with pytest.raises(TypeError, match="<lambda> returned a generator, whose body would run outside the region"):
+        remat(lambda x: (t for t in x))(rand(3))
+
+
+def test_options_that_are_refused_and_a_policy_for_a_time() -> None:
+    with pytest.raises(TypeError, match="debug must be True or False, got 1"):
+        remat(torch.sin, debug=1)
+    with pytest.raises(ValueError, match="determinism_check must be one of 'metadata', 'values', 'none' or 'default'"):
+        remat(torch.sin, determinism_check="all")
+    runs, x = [], rand(64, 64)
+    for policy in ("unchanged", policies.save_matmuls):
+        with override(policy=policy):
+            runs.append(held_bytes(remat(lambda x: ((x @ x).sin() @ x).exp()), x))
+    assert runs == [x.nbytes, 3 * x.nbytes]
+
+
+def test_expanded_weights_are_refused() -> None:
+    """They are a module's own way of computing per-sample gradients."""
+    with pytest.raises(RuntimeError, match="Expanded Weights") as raised:
+        call_for_per_sample_grads(nn.Sequential(remat(nn.Linear(4, 4))))(torch.ones(2, 4)).sum().backward()
+    assert "`vmap(grad(loss))`" in raised.value.__notes__[0]
+
+
+def test_a_sparse_argument_under_hooks() -> None:
+    fn, x, sparse = lambda x, s: (x * s.to_dense()).sin().exp(), rand(3), torch.eye(3).to_sparse()
+    with saved_tensors_hooks(lambda t: t, lambda t: t):
+        out = remat(fn)(x, sparse)
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x, sparse).sum(), x))
+
+
+def test_an_inner_region_saves_nothing_that_the_outer_one_has_made() -> None:
+    def outer(x: Tensor) -> Tensor:
+        module.constant = x.detach().exp()
+        out = inner(x.sin())
+        del module.constant
+        return out
+
+    module, x = nn.Module(), rand(64, 64)
+    inner = remat(lambda y: (y * module.constant).sin().exp())
+    assert held_bytes(remat(outer), x) == x.nbytes
 
 
 def test_is_recomputing() -> None:

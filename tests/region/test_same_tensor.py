@@ -16,6 +16,7 @@ from cases import assert_same, rand
 from remat_functions import plain
 from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from benchmarks.measure import count_ops, held_bytes
 from remat import CaptureError, MutationError, policies, remat
@@ -143,6 +144,8 @@ def test_an_argument_that_is_passed_twice_is_one_object_in_all_runs() -> None:
     found = torch.autograd.grad(fn(t, t, t), [t, *attention.parameters()])
     assert_same(found, torch.autograd.grad(attention(t, t, t)[0].sum(), [t, *attention.parameters()]))
     assert_same(grad(lambda t: fn(t, t, t))(t.detach()), found[0], exact=False)
+    out = checkpoint(lambda *args: remat(product)(*args).exp(), t, t, use_reentrant=False)  # it makes two of it
+    assert_same(torch.autograd.grad(out.sum(), t), torch.autograd.grad(product(t, t).exp().sum(), t))
 
 
 # Each makes, for a tensor, a function that changes it, and more arguments.
