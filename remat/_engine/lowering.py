@@ -126,7 +126,7 @@ class Saver(RegionHooks):
 
     def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
         """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""
-        if base is not None and (guard := self._known.get(id(base))) is not None:
+        if (guard := self._known.get(id(base))) is not None:
             shares = guard.packed is None and guard.dual is None
             return Held(alias(tensor), guard) if shares else None
         if node is None:

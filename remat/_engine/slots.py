@@ -22,7 +22,6 @@ class Slot:
         self.fingerprint = fingerprint  # what a recompute is compared with
         self.first: tuple[weakref.ref, int] | None = None  # the saved tensor and its version, see ``watch``
         self.value: torch.Tensor | None = None
-        self.version = 0  # of the value
         self.source: Any = None  # under a policy: which value it is, in the record of the first run
         self.residual: Any = None  # the residual, if that value is saved
 
@@ -39,7 +38,7 @@ class Slot:
 
     def fill(self, value: torch.Tensor) -> None:
         """Set the value."""
-        self.version = private.version(value)
+        self.version = private.version(value)  # a node may change it
         self.value = value  # last, as another thread may be waiting for it
 
     def empty(self) -> None:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from without import KB, N, Wrap, grad, plain
 
-from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, peak_bytes
+from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
 from remat import RecomputeMismatchError, RematError, is_recomputing, policies, remat
 
 X, W = rand(4, 4), rand(4, 4, seed=1)
@@ -144,6 +144,7 @@ def owning(fn: Callable) -> Callable:
 @pytest.mark.parametrize("retain", [False, True])
 def test_values_are_released_while_the_pass_goes_on(retain: bool, wrap: Wrap) -> None:
     x, alive = torch.ones(64, 64, requires_grad=True), list[int]()
+    assert held_bytes(wrap(repeated(torch.sin, 10)), x) == x.nbytes
     out = wrap(repeated(torch.sin, 10))(x).sum()
     with PeakMemory() as memory:
         x.register_hook(lambda _: alive.append(memory.total))
@@ -220,7 +221,7 @@ def of_a_captured_leaf(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
     """A recompute reads the gradient that was cleared, and accumulates no other."""
 
     def step(x: Tensor) -> Tensor:
-        w.square().sum().backward()
+        w.exp().sin().sum().backward()
         scale, w.grad = w.grad.clone(), None
         return (x @ scale @ w).sin()
 
@@ -300,6 +301,8 @@ def test_reading_a_saved_tensor_outside_of_a_pass_keeps_nothing() -> None:
             del value
             assert memory.live == held
     assert_same(grad(out, (x, w)), grad(fn(x, w), (x, w)))
+    out = saving(fn)(x, w)
+    assert out.grad_fn._saved_self is not None and count_ops(lambda: grad(out, (x, w)))["aten.mm"] == 2
 
 
 class CosineForSine(TorchFunctionMode):

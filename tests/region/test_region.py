@@ -21,8 +21,9 @@ from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
+from torch.utils.checkpoint import set_checkpoint_debug_enabled
 
-from benchmarks.measure import PeakMemory, gc_disabled, held_bytes
+from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes
 from remat import MutationError, RecomputeMismatchError, disable_remat, is_recomputing, override, policies, remat
 
 Wrap = Callable[[Callable], Callable]
@@ -171,8 +172,10 @@ def test_an_error_leaves_all_state_as_it_was_and_the_region_can_run_again(error,
 
     def fail() -> None:
         before = surroundings(MODULE)
-        with pytest.raises(error):
+        with pytest.raises(error) as raised:
             run()
+        notes = getattr(raised.value, "__notes__", [])
+        assert len(notes) == len({*notes}) and bool(notes) >= (at == 1 and error in (KeyError, StopIteration))
         assert_as_before(before, MODULE, drawn=at_once)  # what a first run drew stays drawn, as without remat
         ended.append(True)
 
@@ -199,12 +202,20 @@ def a_level(x: Tensor) -> Tensor:
         return fwAD.unpack_dual(torch.autograd.grad(p.sin().sum(), p, create_graph=True)[0]).tangent * 1
 
 
+def raises_again(x: Tensor) -> Tensor:
+    try:
+        return torch.func.grad(lambda y: (y.sin() * x).sum())(x)
+    except RuntimeError as error:
+        raise RuntimeError(f"in a layer: {error}") from None
+
+
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "grad": lambda x: torch.func.grad(lambda y: (y.sin() * x).sum())(x).exp() * x,
     "vjp": lambda x: torch.func.vjp(torch.sin, x.exp())[1](x)[0] * x,
     "hessian": lambda x: torch.func.hessian(lambda y: (y * x).sin().sum())(x).sum(0).exp(),
     "jvp": lambda x: torch.func.jvp(torch.sin, (x.exp(),), (x,))[1].sin(),
     "a level": a_level,
+    "an error that is raised again": raises_again,
 }
 
 
@@ -299,6 +310,8 @@ def test_a_callable_object_that_is_a_generator_is_refused() -> None:
 
     with pytest.raises(TypeError, match="Generates is a generator"):
         remat(Generates())
+    with pytest.raises(TypeError, match="__call__ is a generator function"):
+        remat(Generates.__call__)
     with pytest.raises(TypeError, match="<lambda> returned a generator, whose body would run outside the region"):
         remat(lambda x: (t for t in x))(rand(3))
 
@@ -313,6 +326,8 @@ def test_options_that_are_refused_and_a_policy_for_a_time() -> None:
         with override(policy=policy):
             runs.append(held_bytes(remat(lambda x: ((x @ x).sin() @ x).exp()), x))
     assert runs == [x.nbytes, 3 * x.nbytes]
+    with set_checkpoint_debug_enabled(True), pytest.raises(RecomputeMismatchError, match="Operation 0 of the region"):
+        by_autograd(remat(lambda x: (x.cos() if is_recomputing() else x.sin()).exp()), x)()
 
 
 def test_expanded_weights_are_refused() -> None:
@@ -339,6 +354,8 @@ def test_an_inner_region_saves_nothing_that_the_outer_one_has_made() -> None:
     module, x = nn.Module(), rand(64, 64)
     inner = remat(lambda y: (y * module.constant).sin().exp())
     assert held_bytes(remat(outer), x) == x.nbytes
+    weight = nn.Parameter(torch.ones(64))
+    assert count_ops(by_autograd(remat(lambda x: (x * weight).exp()), x))["aten.clone"] == 0  # nor copies parameters
 
 
 def test_is_recomputing() -> None:
