@@ -465,7 +465,7 @@ def test_options_in_compiled_code(options: dict, selective: bool, theirs: bool) 
         assert checkpoints_in_graph(lambda x, w, call=call: call(x, w), *W) == [selective]
 
 
-# Rows that tests/engine/test_graph_exec_group.py and tests/selective/test_wrapper_subclasses.py are about,
+# Rows that tests/core/test_passes.py and tests/selective/test_wrapper_subclasses.py are about,
 row("`GraphExecGroup`", "selective: tensors made of others (wrapper subclasses)")
 # rows that tests/engine/test_recompute.py is about,
 row("`ctx.saved_tensors` read twice", "`except Exception` in the function")

@@ -52,6 +52,12 @@ def test_what_a_call_writes_shares_and_draws(name: str) -> None:
     assert facts.reads_nothing == (name in ("memory", "zeros of this shape", "ones of this dtype"))
 
 
+def test_operators_of_other_kinds() -> None:
+    assert facts_of(aten.record_stream.default).writes == [] and not facts_of(torch.ops.higher_order.cond).observes
+    mark = torch.ops.profiler._record_function_exit._RecordFunction
+    assert facts_of(mark).marks and facts_of(mark).foreign and not facts_of(aten.sin.default).marks
+
+
 def test_dropout_of_attention_draws_by_position_and_by_name() -> None:
     facts = Facts(flash)
     assert not facts.draws((Q, Q, Q), {}) and not facts.draws((Q, Q, Q), {"dropout_p": 0.0})

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from remat import RematError
+from remat import RematError, disable_remat, is_disabled
 from remat._core import lines
 from remat._core.known import known_of
-from remat._core.passes import PassGroup
+from remat._core.passes import PassGroup, nearest_engine_call
+from remat._core.state import first_run, overriding, state, within
 
 # All its modules are equal, and have no truth value.
 Equal = type("Equal", (nn.Linear,), {"__eq__": lambda *_: True, "__hash__": lambda self: 1, "__bool__": None})
@@ -50,6 +52,32 @@ def test_a_value_is_for_one_pass_of_a_group() -> None:
     group.take(value)  # outside of a pass
     with pytest.raises(RematError, match="Two backward passes in one GraphExecGroup need the same value"):
         y.sum().backward()
+
+
+def test_the_innermost_call_of_the_engine() -> None:
+    found = list[Any]()
+
+    def note(g: Tensor) -> None:
+        here = sys._getframe()
+        call = nearest_engine_call(here)
+        found.extend([call.f_code.co_name, nearest_engine_call(here, call), nearest_engine_call(here, call.f_back)])
+
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(note)
+    assert nearest_engine_call(sys._getframe()) is None and nearest_engine_call(None) is None
+    x.sum().backward()
+    assert found[:2] == ["_engine_run_backward", None] and found[2].f_code.co_name == found[0]
+
+
+def test_state_that_is_set_for_a_time() -> None:
+    with within(unseen=True, policies=(1,)), within(policies=()), first_run():
+        assert (state.unseen, state.policies, state.checkpointing) == (False, (), True)
+    assert (state.unseen, state.policies, state.checkpointing) == (False, (), False)
+    with overriding(debug=True):
+        assert not is_disabled()
+        with disable_remat(), overriding(debug=False):
+            assert is_disabled() and state.override == {"debug": False, "disabled": True}
+        assert not is_disabled() and not state.disabled
 
 
 def test_a_warning_is_new_once_for_each_code() -> None:
