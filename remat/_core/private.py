@@ -1,4 +1,4 @@
-"""Every private name of torch that the package uses, with its reason; ``tests/core/test_private_names.py`` tests them."""
+"""Every private name of torch that the package uses, with its reason; ``test_private_names.py`` tests them."""
 
 from __future__ import annotations
 

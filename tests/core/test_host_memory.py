@@ -22,7 +22,6 @@ from host_copies import Copies
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from remat import checkpoint_name, policies, remat
 from remat._core import host_memory
 from remat._core.host_memory import Group, Offloaded
 
@@ -276,19 +275,3 @@ def test_gradients_and_peak_on_a_device(limit: int, retain_graph: bool, monkeypa
             peak = backend.max_memory_allocated() - before
             assert_same(found, expected)
             assert peak < 20 * 4 * MIB  # two groups of four, and the operands of the computation
-
-
-def test_each_value_of_a_policy_is_copied_out_once_and_back_once_per_pass(far: Copies) -> None:
-    def chain(x: Tensor, w: Tensor) -> Tensor:
-        for i in range(3):
-            x = checkpoint_name(torch.sin(x @ w), f"h{i}")
-        return x.sin()
-
-    args, only = (leaf(4, 4), leaf(4, 4)), policies.save_only_these_names
-    out = remat(chain, policy=only("h0") | policies.offload(only("h1", "h2")))(*args).sum()
-    assert (len(far.out), far.on_host(), far.taken()) == (2, 2, [])
-    for retain in (True, True, False):
-        assert_same(torch.autograd.grad(out, args, retain_graph=retain), torch.autograd.grad(chain(*args).sum(), args))
-        assert sorted(far.taken()) == [0, 1]
-    del out
-    assert far.on_host() == 0 and far.on_device() == 0

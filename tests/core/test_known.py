@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from remat import RematError, disable_remat, is_disabled
+from remat import disable_remat, is_disabled
 from remat._core import lines
 from remat._core.known import known_of
-from remat._core.passes import PassGroup, nearest_engine_call
+from remat._core.passes import nearest_engine_call
 from remat._core.state import first_run, overriding, state, within
 
 # All its modules are equal, and have no truth value.
@@ -42,16 +42,6 @@ def test_functions_share_what_is_known_of_the_code_that_they_run(name: str) -> N
     first, second, shared = PAIRS[name]
     assert (known_of(first) is known_of(second)) is shared
     assert known_of(MODULE) is known_of(MODULE.forward) and (known_of(first) is known_of(first)) is (name != "objects")
-
-
-def test_a_value_is_for_one_pass_of_a_group() -> None:
-    group, value = PassGroup(), Equal(1, 1)
-    y = torch.ones(3, requires_grad=True) * 2
-    y.register_hook(lambda grad: group.take(value))
-    y.sum().backward(retain_graph=True)
-    group.take(value)  # outside of a pass
-    with pytest.raises(RematError, match="Two backward passes in one GraphExecGroup need the same value"):
-        y.sum().backward()
 
 
 def test_the_innermost_call_of_the_engine() -> None:

@@ -8,7 +8,6 @@ import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 
 from remat import MutationError, remat
 from remat._core.trees import describe_difference, flatten, paths
-from remat.policies import save_ops
 
 
 class Point(NamedTuple):
@@ -134,6 +132,7 @@ TREES: list[tuple[Any, list[str]]] = [
     (Box(1, [2]), ["[<flat index 0>]", "[<flat index 1>][0]"]),
     (Bag(1, [2]), ["[0]", "[1][0]"]),
     (partly(1, 2), [".x", ".dropped", ".doubled", ".later"]),  # its `__init__` is not called, which would be an error
+    (child(1, 2), [".a", "._Base__hidden"]),
     ([Output(1, 2)], ["[0]['logits']", "[0]['loss']"]),
     (Output(loss=1), ["['loss']"]),
     (torch.return_types.max((1, 2)), [".values", ".indices"]),
@@ -211,55 +210,6 @@ def test_a_difference_is_described_at_its_path(before: Any, after: Any, sentence
 
 
 X, Y = torch.tensor([0.3, 0.4]), torch.tensor([1.3, 0.7])
-# How a tree is made of two tensors, and how these are read.
-IN_PROGRAMS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Tensor]]] = {
-    "containers": (lambda x, y: ({"a": [x, None]}, y, "text"), lambda tree: tree[0]["a"][0] * tree[1]),
-    "named tuple": (Point, lambda tree: tree.x * tree.y),
-    "dataclass": (Plain, lambda tree: tree.a * tree.b),
-    "frozen dataclass with slots": (FrozenSlots, lambda tree: tree.a * tree.b),
-    "dataclass with inherited slots": (child, lambda tree: tree.a * tree._Base__hidden),
-    "optree": (Box, lambda tree: tree.left * tree.right),
-    "torch": (Bag, lambda tree: tree.left * tree.right),
-    "fields that torch leaves out": (partly, lambda tree: tree.x * tree.dropped.cos() + tree.doubled),
-    "model output": (Output, lambda tree: tree.logits * tree["loss"]),
-    "model output with one key": (lambda x, y: Output(loss=x * y), lambda tree: tree.loss + len(tree)),
-}
-# With what makes and uses a tree, a function of two tensors.
-IN_REGIONS: dict[str, Callable] = {
-    "argument": lambda wrap, make, use: lambda x, y: wrap(use)(make(x, y)),
-    "argument by name": lambda wrap, make, use: lambda x, y: wrap(lambda *, n: use(n))(n=make(x, y)),
-    "in a list": lambda wrap, make, use: lambda x, y: wrap(lambda found: use(found[1]))([x, make(x, y)]),
-    "captured": lambda wrap, make, use: lambda x, y: (lambda n: wrap(lambda: use(n))())(make(x, y)),
-    "result": lambda wrap, make, use: lambda x, y: use(wrap(lambda x, y: make(x.sin(), y.cos()))(x, y)),
-    "both": lambda wrap, make, use: lambda x, y: use(wrap(lambda n: n)(wrap(lambda x, y: make(x.sin(), y))(x, y))),
-    "nested": lambda wrap, make, use: lambda x, y: wrap(lambda n: wrap(use)(n).sin())(make(x, y)),
-}
-DERIVATIVES: dict[str, Callable] = {
-    "autograd": lambda fn, *args: torch.autograd.functional.jacobian(fn, args),
-    "func.grad": lambda fn, *args: torch.func.grad(lambda *args: fn(*args).sum(), (0, 1))(*args),
-    "jacfwd": lambda fn, *args: torch.func.jacfwd(fn, (0, 1))(*args),
-    "vmap(grad)": lambda fn, *args: torch.vmap(torch.func.grad(lambda *args: fn(*args).sum(), (0, 1)))(*args),
-    "hessian": lambda fn, *args: torch.func.hessian(lambda *args: fn(*args).sum(), (0, 1))(*args),
-}
-
-
-@pytest.mark.sampled(11)
-@pytest.mark.parametrize("policy", [None, save_ops("aten.sin", "aten.mul")], ids=["none", "policy"])
-@pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize("place", IN_REGIONS)
-@pytest.mark.parametrize("kind", IN_PROGRAMS)
-def test_trees_have_their_derivatives(kind: str, place: str, derivative: str, policy: Any) -> None:
-    make, read = IN_PROGRAMS[kind]
-    results = []
-    for wrap in (partial(remat, policy=policy), lambda fn: fn):
-        fn = IN_REGIONS[place](wrap, make, lambda tree: read(tree).sin().exp())
-        results.append((fn(X, Y), DERIVATIVES[derivative](fn, X, Y)))
-    assert_same(*results, exact=False)
-
-
-def test_a_compiled_region_takes_a_tree() -> None:
-    use = lambda x: remat(lambda tree: (tree.x * tree.dropped).sin().exp())(Partly(x, Y))
-    assert_same(*(torch.func.jacrev(f)(X) for f in (torch.compile(use, backend="aot_eager"), use)), exact=False)
 
 
 def test_leaves_that_are_returned_are_the_same_objects() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_same, cases, differentiable_leaves, orders_of, rand, repeated, tensor_leaves, total
+from cases import Case, assert_same, cases, orders_of, rand, repeated, tensor_leaves, total
 from torch import Tensor
 from without import KB, N
 
@@ -59,19 +59,6 @@ def test_results_state_and_derivatives_are_those_of_the_function(case: Case, wra
     actual, expected = run(case, WRAPS[wrap](case.fn), order), run(case, case.fn, order)
     assert_same(actual, expected)
     assert bool(expected[-1]) == (case.name not in ("integers_only", "no_tensors_out"))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-@cases()
-def test_without_grad_a_region_is_a_plain_call(case: Case, mode: Callable) -> None:
-    results = []
-    for fn in (remat(case.fn), case.fn):
-        with case.state():
-            args = case.make_args()
-            with mode():
-                results.append((fn(*args), torch.rand(1)))
-    assert_same(*results)
-    assert not differentiable_leaves(results[0]) or case.name.startswith("returns")
 
 
 def forward(case: Case, fn: Callable, args: tuple) -> Any:

@@ -76,24 +76,6 @@ def test_everything_is_freed_after(use: str, nested: bool, policy: Any) -> None:
     assert raised is use.startswith("an error") and not is_recomputing() and torch.is_grad_enabled()
 
 
-def test_no_value_outlives_its_use_without_a_dispatch_mode() -> None:
-    """Modes that measure memory, as in other tests, change how values are held."""
-    made, x = [], rand(4)
-
-    def f(x: Tensor) -> Tensor:
-        for fn in (torch.sin, torch.exp, torch.tanh):
-            x = fn(x)
-            made.append(weakref.ref(x.untyped_storage()))
-        return x
-
-    with gc_disabled():
-        out = remat(f)(x)
-        assert sum(ref() is not None for ref in made) == 1
-        grad(out, x)
-        del out
-        assert not any(ref() for ref in made)
-
-
 def test_what_a_pass_recomputed_before_it_raised_is_released() -> None:
     """Although the graph is alive."""
     x, w = rand(N, N), rand(N, N, seed=1)
