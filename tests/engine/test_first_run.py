@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same, rand
+from host_copies import Copies
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,6 +16,7 @@ from without import KB, N, Wrap, grad, plain
 
 from benchmarks.measure import count_ops, held_bytes
 from remat import MutationError, remat
+from remat.compat import checkpoint_wrapper
 
 
 def an_input_of_the_outer_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
@@ -142,3 +144,9 @@ def test_inference_tensors(nested: bool, made: str) -> None:
 
     given, x = twos(), rand(3)
     assert_same(grad(program(remat)(x), x), grad(program(plain)(x), x))
+
+
+def test_inputs_are_offloaded_outside_of_other_regions_and_of_transforms(far: Copies) -> None:
+    layer, h = checkpoint_wrapper(nn.Tanh(), offload_to_cpu=True), rand(3, 3) * 2
+    calls = layer, remat(lambda h: layer(h) * 2), torch.func.grad(lambda h: layer(h).sum()), remat(torch.tanh)
+    assert [(call(h), len(far.out))[1] for call in calls] == [1, 1, 1, 1]

@@ -201,7 +201,7 @@ def test_the_log_has_only_the_operations_of_the_function(policy: Any, check: str
     def fn(x: Tensor) -> Tensor:
         y = OldSquare.apply((x @ w).sin(), 1.0) @ w
         with record_function("FSDP::pre_forward"):
-            w.clone() if is_recomputing() else w
+            w.clone() if is_recomputing() else w  # gathered already
         (g,) = torch.autograd.grad(y.cos().sum(), x, create_graph=True)
         return (y.tanh() if other and is_recomputing() else y.sigmoid()).cos() * g
 
