@@ -20,7 +20,7 @@ def test_amounts(amount: Any, nbytes: int) -> None:
 
 WRONG = [(TypeError, None, "must be"), (TypeError, True, "True"), (ValueError, 0.0, "fraction"),
          (ValueError, 1.5, "fraction"), (ValueError, -1, "negative"), (ValueError, "7 XB", "number and a"),
-         (ValueError, "much", "number and a")]  # fmt: skip
+         (ValueError, "much", "number and a"), (ValueError, "150%", "number and a")]  # fmt: skip
 
 
 @pytest.mark.parametrize("error, amount, says", WRONG, ids=str)

@@ -50,13 +50,14 @@ def test_the_innermost_call_of_the_engine() -> None:
     def note(g: Tensor) -> None:
         here = sys._getframe()
         call = nearest_engine_call(here)
-        found.extend([call.f_code.co_name, nearest_engine_call(here, call), nearest_engine_call(here, call.f_back)])
+        within = [nearest_engine_call(here, each) for each in (here, call, call.f_back)]
+        found.extend([call.f_code.co_name, *within])
 
     x = torch.ones(3, requires_grad=True)
     x.register_hook(note)
     assert nearest_engine_call(sys._getframe()) is None and nearest_engine_call(None) is None
     x.sum().backward()
-    assert found[:2] == ["_engine_run_backward", None] and found[2].f_code.co_name == found[0]
+    assert found[:3] == ["_engine_run_backward", None, None] and found[3].f_code.co_name == found[0]
 
 
 def test_state_that_is_set_for_a_time() -> None:
@@ -85,3 +86,4 @@ def test_a_warning_is_shown_once_for_each_line() -> None:
     assert [str(each.message) for each in caught] == ["first", "other", "nowhere"]
     assert [each.filename for each in caught] == [__file__, __file__, "<unknown>"] and caught[1].lineno == 7
     assert str(lines.Line(None, 0)) == "an unknown line"
+    assert [lines.accepts(fn, 1) for fn in (abs, lambda: 1, getattr)] == [True, False, None]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from without import KB, N, Wrap, grad, plain
 
-from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes
+from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
 from remat import RecomputeMismatchError, RematError, is_recomputing, policies, remat
 
 X, W = rand(4, 4), rand(4, 4, seed=1)
@@ -161,6 +161,8 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     for retain in (True, False):  # the last pass alone releases what is saved
         assert count_ops(lambda keep=retain: grad(out, (x, w), retain_graph=keep))["aten.mm"] == 6
     assert [count_ops(lambda out=out: grad(out, (x, w)))["aten.mm"] for out in saving(two)(x, w)] == [2, 6]
+    chain = saving(lambda x, w, c: repeated(lambda x: (x @ w).tanh(), 8)(x * c))
+    assert peak_bytes(lambda: grad(chain(x, w, torch.ones_like(x).detach()), (x, w))) < 14 * KB  # not all products
 
 
 def test_passes_of_a_group_that_read_the_same_value_are_an_error() -> None:

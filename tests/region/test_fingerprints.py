@@ -11,8 +11,10 @@ import torch
 from accelerator import DEVICE
 from cases import assert_same, rand
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
+from remat._region.fingerprints import checksum
 
 
 @pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
@@ -75,6 +77,7 @@ def test_any_change_of_a_value_is_found(change: str, dtype: torch.dtype) -> None
     with pytest.raises(RecomputeMismatchError, match=r"\[3\].* with checksum [0-9a-f]+ in the forward and"):
         remat(fn, determinism_check="values")(x).abs().sum().backward()
     remat(fn)(x).abs().sum().backward()  # by default values aren't compared
+    assert checksum(x.detach().to("meta")) == checksum(FakeTensorMode().from_tensor(x)) == 0 != checksum(x)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
