@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch.func import grad, vmap
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import remat.nn
-from remat import RecomputeMismatchError, compat, is_recomputing
+from remat import RecomputeMismatchError, is_recomputing
 from remat import remat as transform
 from remat._core import ranges as ranges_module
 
@@ -60,12 +59,9 @@ def gradient(fn: Callable, x: Tensor) -> Tensor:
 MADE: dict[str, tuple[Callable[[], Callable], str]] = {
     "function": (lambda: transform(layer), "layer"),
     "callable object": (lambda: transform(Scaled()), "Scaled"),
-    "method": (lambda: transform(Scaled().__call__), "__call__"),
     "method of a module": (lambda: transform(Block().method), "Block"),
     "remat(module)": (lambda: transform(Block()), "Block"),
     "nn.apply": (lambda: remat.nn.apply(nn.Sequential(Block()), Block), "Block"),
-    "checkpoint": (lambda: functools.partial(compat.checkpoint, Block(), use_reentrant=False), "Block"),
-    "sequential": (lambda: remat.sequential([layer, torch.sin, layer], 1), "segment"),
 }
 
 
