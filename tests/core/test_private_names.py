@@ -123,6 +123,7 @@ def test_a_carried_value_has_one_reference() -> None:
 def test_what_is_set_and_what_traces() -> None:
     with set_checkpoint_early_stop(False):
         assert private.checkpoint_switches() == {"early_stop": False}
+    assert private.gradient_hooks(torch.ones(1)) == ({}, {})
     with cached():
         depth, entries = private.cached_weights()
     private.set_cached_weights(depth, entries)
@@ -141,7 +142,6 @@ def test_what_is_set_and_what_traces() -> None:
 
 
 def test_a_compiled_region_with_a_policy() -> None:
-    """Its operations are tagged while AOT autograd traces it, on values that it functionalizes."""
     x, region = torch.ones(4, 4, requires_grad=True), remat.remat(policy=remat.policies.save_matmuls)
     fn = lambda x: ((x @ x).sin_() @ x).exp().sum()
     found = torch.autograd.grad(torch.compile(region(fn), backend="aot_eager")(x), x)

@@ -120,7 +120,7 @@ def test_what_differentiates_a_tensor() -> None:
     assert found == [True, True, False, True, False, False, True, True, False, True]
     with fwAD.dual_level():
         assert [is_recorded(fwAD.make_dual(x.detach(), t)) for t in (x, x.detach())] == [True, False]
-    assert not is_recorded(x.detach())
+        assert not is_recorded(torch.inference_mode()(torch.ones)(3)) and not is_recorded(x.detach())
 
 
 def test_an_untested_version_of_torch_warns() -> None:

@@ -53,9 +53,10 @@ def test_a_result_that_differs_is_named(name: str) -> None:
     first, again, message = RESULTS[name]
     fn = lambda x: (again if is_recomputing() else first)(x.expand(3).sin().exp())
     region = remat(fn, early_stop=False)
-    second = torch.func.grad(torch.func.grad(lambda x: total(region(x))))
-    transforms: list[Callable] = [lambda x: torch.func.vmap(second)(x)]
-    torch.func.grad(lambda x: total(remat(fn, determinism_check="none")(x)))(rand(3, grad=False))
+    second = lambda region: torch.func.vmap(torch.func.grad(torch.func.grad(lambda x: total(region(x)))))
+    transforms: list[Callable] = [second(region)]
+    if name != "a number":  # which has no derivative
+        second(remat(fn, determinism_check="none"))(rand(3))
     if message.startswith(STRUCTURE):
         transforms.append(lambda x: total(region(x)).backward())
         total(remat(fn, early_stop=False, determinism_check="none")(rand(3))).backward()
