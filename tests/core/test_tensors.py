@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from remat._core.facts import flops
-from remat._core.private import level_of
+from remat._core.private import level_of, wrap_grad
 from remat._core.tensors import (
     bare,
     bottom,
@@ -25,7 +25,6 @@ from remat._core.tensors import (
     is_left_from_vmap,
     is_recorded,
     laid_out,
-    lift,
     overlapping,
     requires_grad_somewhere,
 )
@@ -111,7 +110,7 @@ def test_what_differentiates_a_tensor() -> None:
     x, plain, found = rand(3), rand(3, grad=False), list[Any]()
 
     def fn(y: Tensor) -> Tensor:
-        own, lifted = y.sin(), lift(plain)
+        own, lifted = y.sin(), wrap_grad(plain, level_of(y))
         found.extend(is_followed_below(level, t) for level in (0, 1, 2) for t in (x, own, lifted))
         found.append(level_of(lifted) == level_of(y))
         return (own * lifted).sum()
