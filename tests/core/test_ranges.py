@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
+from functools import partial, wraps
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def gradient(fn: Callable, x: Tensor) -> Tensor:
 MADE: dict[str, tuple[Callable[[], Callable], str]] = {
     "function": (lambda: transform(layer), "layer"),
     "callable object": (lambda: transform(Scaled()), "Scaled"),
+    "partial of a wrapper": (lambda: transform(partial(wraps(Scaled())(lambda x: layer(x)))), "Scaled"),
     "method of a module": (lambda: transform(Block().method), "Block"),
     "remat(module)": (lambda: transform(Block()), "Block"),
     "nn.apply": (lambda: remat.nn.apply(nn.Sequential(Block()), Block), "Block"),

@@ -83,6 +83,7 @@ DECIDED = remat(lambda x: x.sin().exp() * x.cos().exp(), policy=decides)
 HOLDER, MODULE, GLOBALS, PRECISION = Holder(), nn.Module(), globals(), torch.backends.cuda.matmul
 MODULE.weight = nn.Parameter(torch.ones(()))
 MODULE.weight.numbers = [2.0]
+SCRIPTED = torch.jit.script(nn.Linear(1, 1, bias=False).double().requires_grad_(False))
 ROWS: dict[str, list[Program]] = {
     "attributes of tensors, except numbers and strings in those of a module's parameters and buffers": [
         later(lambda x: of(x, CAPTURED.k), attribute(CAPTURED, "k")),
@@ -96,6 +97,10 @@ ROWS: dict[str, list[Program]] = {
     ],
     "globals of a function that the region calls through an object, a class or an imported module, as in `other.method(x)` or `utils.helper(x)`; methods that `forward` calls on `self` are covered, but not what these call": [  # noqa: E501
         later(HOLDER.calls_another, item(GLOBALS, "NUMBER")),
+    ],
+    "buffers and parameters of TorchScript modules": [
+        later(lambda x: of(x, SCRIPTED(torch.ones(1).double())),
+              partial(written, lambda value: setattr(SCRIPTED, "weight", CAPTURED.new_full((1, 1), value)))),
     ],
     "memory that is changed through `.data` or NumPy": [
         later(lambda x: of(x, CAPTURED), partial(written, CAPTURED.data.fill_)),
