@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 G: Any = None
@@ -180,6 +181,7 @@ PLACES: dict[str, tuple[str, Build]] = {
         lambda w: {"a": {"b c": w}}, lambda h: h["a"]["b c"], lambda h, w: h.update(a={"b c": w}))),
     "tuples": ("held[1][0]", held(lambda w: (None, (w, 1)), lambda h: h[1][0])),
     "named tuple": ("held[0]", held(lambda w: Pair(w, "w"), lambda h: h.w)),
+    "result of max": ("held[0]", held(lambda w: torch.return_types.max((w, 1)), lambda h: h.values)),
     "namespace": ("held.w", held(lambda w: types.SimpleNamespace(w=w), lambda h: h.w, set_w)),
     "slot": ("held.w", held(Slots, lambda h: h.prop, set_w)),
     "method in a closure": ("held.__self__.w", held(
