@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from remat import disable_remat, is_disabled
 from remat._core import lines
 from remat._core.known import known_of
-from remat._core.passes import nearest_engine_call
 from remat._core.state import first_run, overriding, own_work, state, within
 
 # All its modules are equal, and have no truth value.
@@ -42,22 +40,6 @@ def test_functions_share_what_is_known_of_the_code_that_they_run(name: str) -> N
     first, second, shared = PAIRS[name]
     assert (known_of(first) is known_of(second)) is shared
     assert known_of(MODULE) is known_of(MODULE.forward) and (known_of(first) is known_of(first)) is (name != "objects")
-
-
-def test_the_innermost_call_of_the_engine() -> None:
-    found = list[Any]()
-
-    def note(g: Tensor) -> None:
-        here = sys._getframe()
-        call = nearest_engine_call(here)
-        within = [nearest_engine_call(here, each) for each in (here, call, call.f_back)]
-        found.extend([call.f_code.co_name, *within])
-
-    x = torch.ones(3, requires_grad=True)
-    x.register_hook(note)
-    assert nearest_engine_call(sys._getframe()) is None and nearest_engine_call(None) is None
-    x.sum().backward()
-    assert found[:3] == ["_engine_run_backward", None, None] and found[3].f_code.co_name == found[0]
 
 
 def test_state_that_is_set_for_a_time() -> None:

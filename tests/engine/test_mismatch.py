@@ -18,7 +18,10 @@ from torch.profiler import record_function
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
 from remat._core.state import state
 
-ADVICE = "A region's function must be deterministic. Look for Python state that changed between the runs"
+ADVICE = (
+    "A region's function must be deterministic. Look for Python state that changed between the runs, a branch on "
+    "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values."
+)
 DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
 
 

@@ -204,12 +204,20 @@ def a_level(x: Tensor) -> Tensor:
         return fwAD.unpack_dual(torch.autograd.grad(p.sin().sum(), p, create_graph=True)[0]).tangent * 1
 
 
+def raises_again(x: Tensor) -> Tensor:
+    try:
+        return torch.func.grad(lambda y: (y.sin() * x).sum())(x)
+    except RuntimeError as error:
+        raise RuntimeError(f"in a layer: {error}") from None
+
+
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "grad": lambda x: torch.func.grad(lambda y: (y.sin() * x).sum())(x).exp() * x,
     "vjp": lambda x: torch.func.vjp(torch.sin, x.exp())[1](x)[0] * x,
     "hessian": lambda x: torch.func.hessian(lambda y: (y * x).sin().sum())(x).sum(0).exp(),
     "jvp": lambda x: torch.func.jvp(torch.sin, (x.exp(),), (x,))[1].sin(),
     "a level": a_level,
+    "an error that is raised again": raises_again,
 }
 
 
