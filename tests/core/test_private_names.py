@@ -10,10 +10,6 @@ from pkgutil import resolve_name
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.utils.parametrize import cached
-from torch.profiler import record_function
-from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import remat
 from remat._core import private
@@ -118,31 +114,3 @@ def test_a_carried_value_has_one_reference() -> None:
         assert sys.getrefcount(value) == before + 1 and private.carried("remat.test") is value
     carry("remat.test", None)
     assert sys.getrefcount(value) == before
-
-
-def test_what_is_set_and_what_traces() -> None:
-    with set_checkpoint_early_stop(False):
-        assert private.checkpoint_switches() == {"early_stop": False}
-    assert private.gradient_hooks(torch.ones(1)) == ({}, {})
-    with cached():
-        depth, entries = private.cached_weights()
-    private.set_cached_weights(depth, entries)
-    assert (private.cached_weights(), private.tracing()) == ((1, ()), False)
-    private.set_cached_weights(0, ())
-    found = list[bool]()
-    note = lambda x: (found.append(private.tracing()), x.sin())[1]
-    make_fx(note)(torch.ones(3)), torch.jit.trace(note, torch.ones(3))
-    assert found[:2] == [True, True]
-    private.start_recording_allocations()
-    with record_function("half"):
-        kept = torch.ones(1024)
-    del kept
-    allocated = private.recorded_allocations("half")
-    assert None in allocated and {4096, -4096} <= {*allocated}
-
-
-def test_a_compiled_region_with_a_policy() -> None:
-    x, region = torch.ones(4, 4, requires_grad=True), remat.remat(policy=remat.policies.save_matmuls)
-    fn = lambda x: ((x @ x).sin_() @ x).exp().sum()
-    found = torch.autograd.grad(torch.compile(region(fn), backend="aot_eager")(x), x)
-    assert torch.equal(found[0], torch.autograd.grad(fn(x), x)[0])

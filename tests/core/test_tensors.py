@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-import torch.autograd.forward_ad as fwAD
 from cases import rand
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from remat._core.facts import flops
-from remat._core.private import level_of, wrap_grad
 from remat._core.tensors import (
     bare,
     bottom,
     copied,
     is_differentiable,
-    is_followed_below,
     is_in_graph,
     is_left_from_vmap,
-    is_recorded,
     laid_out,
     overlapping,
     requires_grad_somewhere,
@@ -104,22 +99,6 @@ def test_a_wrapper_without_its_history_at_one_level() -> None:
         return z.sum()
 
     grad(fn)(x)
-
-
-def test_what_differentiates_a_tensor() -> None:
-    x, plain, found = rand(3), rand(3, grad=False), list[Any]()
-
-    def fn(y: Tensor) -> Tensor:
-        own, lifted = y.sin(), wrap_grad(plain, level_of(y))
-        found.extend(is_followed_below(level, t) for level in (0, 1, 2) for t in (x, own, lifted))
-        found.append(level_of(lifted) == level_of(y))
-        return (own * lifted).sum()
-
-    grad(fn)(x)
-    assert found == [True, True, False, True, False, False, True, True, False, True]
-    with fwAD.dual_level():
-        assert [is_recorded(fwAD.make_dual(x.detach(), t)) for t in (x, x.detach())] == [True, False]
-        assert not is_recorded(torch.inference_mode()(torch.ones)(3)) and not is_recorded(x.detach())
 
 
 def test_an_untested_version_of_torch_warns() -> None:

@@ -96,6 +96,12 @@ def test_a_recompute_gets_a_small_argument_as_it_was(device: str, layout: str, c
     assert_same(gradient(wrap(fn), x, on(device, make())), gradient(fn, x, on(device, make())))
 
 
+def test_a_recompute_gets_a_small_argument_that_was_changed_after_it_was_saved() -> None:
+    """Autograd alone refuses the change."""
+    x, s = rand(3), rand(3, seed=1, grad=False)
+    assert_same(gradient(remat(lambda x, s: (x * s, changed(s))[0]), x, s.clone()), s)
+
+
 DTYPES = torch.bool, torch.uint8, torch.int64, torch.half, torch.float8_e4m3fn, torch.cdouble
 VALUES = [*(torch.ones(3, dtype=dtype) for dtype in DTYPES), torch.ones(1).expand(50_000, 1), torch.tensor([-0.0])]
 
