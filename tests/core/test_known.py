@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from remat import disable_remat, is_disabled
 from remat._core import lines
 from remat._core.known import known_of
-from remat._core.state import first_run, overriding, own_work, state, within
+from remat._core.state import first_run, own_work, state, within
 
 # All its modules are equal, and have no truth value.
 Equal = type("Equal", (nn.Linear,), {"__eq__": lambda *_: True, "__hash__": lambda self: 1, "__bool__": None})
@@ -46,11 +45,6 @@ def test_state_that_is_set_for_a_time() -> None:
     with within(unseen=True, policies=(1,), recordings=(1, 2)), within(policies=()), first_run(), own_work():
         assert (state.unseen, state.policies, state.checkpointing, state.filling) == (False, (), True, 2)
     assert (state.unseen, state.policies, state.checkpointing, state.own_work) == (False, (), False, False)
-    with overriding(debug=True):
-        assert not is_disabled()
-        with disable_remat(), overriding(debug=False):
-            assert is_disabled() and state.override == {"debug": False, "disabled": True}
-        assert not is_disabled() and not state.disabled
 
 
 def test_a_warning_is_new_once_for_each_code() -> None:

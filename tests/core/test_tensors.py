@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from cases import rand
 from torch import Tensor
 from torch.func import grad, jvp, vmap
@@ -19,6 +20,7 @@ from remat._core.tensors import (
     is_differentiable,
     is_in_graph,
     is_left_from_vmap,
+    is_recorded,
     laid_out,
     overlapping,
     requires_grad_somewhere,
@@ -99,6 +101,9 @@ def test_a_wrapper_without_its_history_at_one_level() -> None:
         return z.sum()
 
     grad(fn)(x)
+    with fwAD.dual_level():
+        assert [is_recorded(fwAD.make_dual(x.detach(), t)) for t in (x, x.detach())] == [True, False]
+        assert not is_recorded(torch.inference_mode()(torch.ones)(3)) and not is_recorded(x.detach())
 
 
 def test_an_untested_version_of_torch_warns() -> None:

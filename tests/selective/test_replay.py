@@ -236,6 +236,7 @@ def test_an_offloaded_value_may_be_changed_later(far: Copies) -> None:
     with torch.no_grad():
         h.zero_()
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(product_and_sine(x)[1].sum(), x))
+    assert len(far.out) == 1 and far.taken() == [0]
 
 
 @pytest.mark.parametrize("read", [False, True])
