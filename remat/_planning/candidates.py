@@ -50,6 +50,14 @@ class Candidates:
         """Whether no regions are inside of this call."""
         return self._only is not None or self.is_shared(call)
 
+    def is_in_row(self, call: Call, outer: Call) -> bool:
+        """Whether a region may be around this call and others that the same ``Sequential``, called in ``outer``, makes.
+
+        Only in a large one: predictions for single layers are coarser than those for a whole block.
+        """
+        in_row = self._only is None and call.container is not None and call.is_differentiated
+        return in_row and 2 * self._bytes_saved(outer) > self._whole
+
     def __call__(self, call: Call) -> bool:
         module = call.module
         if module is None or not call.is_differentiated:

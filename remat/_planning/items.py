@@ -51,8 +51,9 @@ class Item:
     """A part of a chain. Bytes are beyond those that earlier items keep.
 
     Attributes:
-        call: the call of a module that can be a region, or None.
+        call: the call of a module that can be a region, or a part of one around several calls; or None.
         start, end: its times.
+        can_be_region: whether a region around this call alone is worth while.
         work: that of its forward.
         keep: the bytes that it keeps until its backward, if it runs as it is.
         gradients: the bytes of gradients of parameters that its backward makes.
@@ -73,6 +74,7 @@ class Item:
     start: int
     end: int
     items: list[Item] = field(default_factory=list)
+    can_be_region: bool = True
     options: list[Option] = field(default_factory=list)
     work: Work = NO_WORK
     keep: int = 0
@@ -125,6 +127,8 @@ def _chain(trace: Trace, call: Call, candidates: Candidates) -> list[Item]:
         calls = [item for item in items if item.call]
         if candidates(inner):
             found.append(Item(inner, inner.start, inner.end, items if calls and not candidates.is_whole(inner) else []))
+        elif not calls and candidates.is_in_row(inner, call):
+            found.append(Item(inner, inner.start, inner.end, can_be_region=False))
         else:
             found += calls
     starts = [call.start, *(item.end for item in found)]

@@ -72,8 +72,9 @@ class _Planner:
             warn(NOT_DIFFERENTIATED)
         self._candidates = Candidates(trace, program.named_modules, only)
         self._items = chain_of(trace, self._candidates)
-        self._longest_row = 2 * math.isqrt(len(self._items)) + 1 if self._is_free else 0
         self._every = [item for each in self._items for item in each.everything()]
+        longest = max([len(self._items), *(len(item.items) for item in self._every)])
+        self._longest_row = 2 * math.isqrt(longest) + 1 if self._is_free else 0
         solver = Solver()
         without = int(solver.plans(solver.list_of([item for item in self._every if not item.items])).peak)
         if isinstance(loss, torch.Tensor):
@@ -88,7 +89,7 @@ class _Planner:
         items = [
             item
             for item in self._every
-            if item.call and item.keep + item.waiting <= most and item.key not in self._measured
+            if item.call and item.can_be_region and item.keep + item.waiting <= most and item.key not in self._measured
         ]
         self._measured |= {item.key for item in items}
         bar = _progress_bar(len({item.key for item in items}))
@@ -225,7 +226,7 @@ class _Planner:
         return peak
 
     def _too_little(self, amount: int, least: int, item: Item, in_backward: bool) -> str:
-        choice = "whichever of its modules are regions" if self._is_free else "even if the chosen modules save nothing"
+        choice = "with any plan that remat finds" if self._is_free else "even if the chosen modules save nothing"
         within = (m for m in self._trace.memory if item.start <= m.made < item.end)
         largest = max(within, key=lambda memory: memory.nbytes, default=None)
         place = f"The peak is in the {'backward' if in_backward else 'forward'} pass"
@@ -236,11 +237,14 @@ class _Planner:
             name = self._candidates.names.get(id(call.module.__dict__)) if call.module else None
             place += f", where {getattr(func, 'overloadpacket', func)} makes a tensor of {size_text(largest.nbytes)}"
             place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
-        smaller = "" if self._is_free else "smaller modules, "
+        other = f"{'' if self._is_free else 'smaller modules, '}a smaller batch, or "
+        gradients = sum(nbytes for _, nbytes in self._trace.gradients)
+        if 2 * gradients > least:
+            place, other = f"{size_text(gradients)} of it are gradients of parameters, which no region reduces", ""
         return (
             f"A training step of this model needs at least {size_text(least)} "
             f"({size_text(max(least, self.without))} without remat), {choice}, but the budget is {size_text(amount)}. "
-            f"{place}. Choose {smaller}a smaller batch, or a budget of {least} bytes or more."
+            f"{place}. Choose {other}a budget of {least} bytes or more."
         )
 
 

@@ -115,6 +115,13 @@ def test_a_function_may_have_a_parameter_named_policy() -> None:
         checkpoint(fn, x, policy=2.0)
 
 
+@row("`autograd.functional`, vectorized forward mode")
+def test_vectorized_forward_mode_is_an_error() -> None:
+    jacobian = functools.partial(torch.autograd.functional.jacobian, vectorize=True, strategy="forward-mode")
+    with pytest.raises(RuntimeError, match="Batching rule not implemented for aten::_unpack_dual"):
+        jacobian(lambda x: checkpoint(torch.sin, x), rand(3))
+
+
 @row("`use_reentrant`")
 def test_there_is_no_reentrant_variant_and_no_warning() -> None:
     x = rand(3)

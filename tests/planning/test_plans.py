@@ -435,12 +435,20 @@ def test_a_batch_that_the_model_does_not_take_is_an_error() -> None:
             remat.nn.budget(blocks(), 0.6, *batch)
 
 
+def test_layers_that_are_not_worth_a_region_alone_are_regions_together() -> None:
+    model = nn.Sequential(*(each for _ in range(16) for each in (nn.Linear(64, 64), nn.GELU())))
+    plan = fitted(model, 0.6, torch.randn(2048, 64), squared, off=0.15)
+    assert any(region.children for region in plan.regions)
+
+
+def test_gradients_that_fill_the_amount_are_named() -> None:
+    with pytest.raises(remat.RematError, match=r"of it are gradients of parameters, .*\. Choose a budget of"):
+        remat.nn.budget(layers(2), 0.5, X[:1, :1], loss=squared)
+
+
 def test_a_loss_outside_of_the_model_is_asked_for() -> None:
     """The sum of logits needs less memory than their cross entropy."""
-    model, ids = (
-        nn.Sequential(blocks(), nn.Linear(X.shape[-1], 512)),
-        torch.zeros(X.shape[:-1].numel(), dtype=torch.long),
-    )
+    model, ids = nn.Sequential(blocks(), nn.Linear(X.shape[-1], 512)), torch.arange(X[..., 0].numel())
     with pytest.warns(remat.RematWarning, match=r"takes the sum of the result.*`loss=lambda out: criterion"):
         low = remat.nn.budget(model, 1.0, X).peak
     with warnings.catch_warnings():
