@@ -201,7 +201,7 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
         for norm in (
             lambda x, w: F.layer_norm(x, (4,), w, w.cos()),
             lambda x, w: F.batch_norm(x, None, None, w, w.cos(), True),
-        )
+        )[: 1 + (torch.__version__ < "2.15")]  # whose derivative of batch norm can't be mapped
     ],
     "a gradient inside, of a norm with mapped weights": lambda wrap: [
         vmap(grad(lambda x, w: wrap(step_of(norm))(x, w).sin().sum(), (0, 1)))(rand(3, 5, 4), X[:3])
