@@ -37,17 +37,18 @@ def segmented(module: nn.Sequential, options: Options) -> Any:
     return partial(_called, tuple(module), options.segments, (0, len(module)), replace(options, segments=()))
 
 
-def _called(modules: Sequence[nn.Module], segments: Sequence[Range], part: Range, options: Options, value: Any) -> Any:
+def _called(modules: Sequence[nn.Module], segments: Sequence[Range], part: Range, options: Options, input: Any) -> Any:
     """Call a part of the modules, one after another. Ranges may be inside of one another."""
     at, end = part
     while at < end:
-        longest = max((each for each in segments if each[0] == at), key=lambda each: each[1], default=None)
-        if longest is None:
-            value, at = modules[at](value), at + 1
+        starting = sorted([each for each in segments if each[0] == at])
+        if not starting:
+            input, at = modules[at](input), at + 1
         else:
+            longest = starting[-1]
             called = partial(_called, modules, [each for each in segments if each != longest], longest, options)
-            value, at = Remat(called, options, Known())(value), longest[1]
-    return value
+            input, at = Remat(called, options, Known())(input), longest[1]
+    return input
 
 
 Regions = tuple[Options | None, ...]  # the innermost first; None is the region that was made in place

@@ -62,7 +62,7 @@ class Measured(NamedTuple):
                     forward=forward - others + item.held,
                     backward=backward - others + item.beside + kept,
                     recompute=Work(choice.cost, choice.flops),
-                    ends=item.work if choice.nbytes else NO_WORK,
+                    ends=item.work if choice.steps else NO_WORK,
                     nbytes=choice.nbytes,
                     steps=choice.steps,
                 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -52,6 +53,16 @@ class RegionPlan:
 
 def _work(flops: int) -> str:
     return flops_text(flops) if flops else "0 FLOP"
+
+
+def _is_inside(region: RegionPlan, other: RegionPlan) -> bool:
+    """Whether a region is inside of another one, of which it may be a part."""
+    first, last = other.children or (0, math.inf)
+    if region.name == other.name:
+        return region is not other and region.children is not None and first <= region.children[0] < last
+    below = region.name.removeprefix(f"{other.name}.") if other.name else region.name
+    part = below.partition(".")[0]
+    return (not other.name or below != region.name) and (not part.isdigit() or first <= int(part) < last)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -122,7 +133,8 @@ class Plan:
         groups = grouped(self.regions, attrgetter("name", "kind", "children", "has_regions", "nbytes", "flops"))
         for _, same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
             first, name = same[0], _names([region.name for region in same])
-            saves = "regions inside" if first.has_regions else size_text(first.nbytes)
+            has_inner = any(_is_inside(other, first) for other in self.regions)
+            saves = "regions inside" if has_inner else size_text(first.nbytes)
             if first.nbytes:
                 saves += f", {count_text(len(first.steps), 'operation')}"
             count = f"x{len(same)}" if len(same) > 1 else ""

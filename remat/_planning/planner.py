@@ -204,7 +204,10 @@ class _Planner:
             children = 0, len(module)
         kind = type(module).__name__
         if option is None:
-            cost, flops = (sum(each) for each in zip(*(call.work for call in calls)))
+            works = [call.work for call in calls]
+            if not calls[-1].can_be_region:  # its recompute ends at the last value that the last call saves
+                works[-1] = calls[-1].plain[0].ends
+            cost, flops = (sum(each) for each in zip(*works))
             return RegionPlan(name, kind, children, True, 0, cost, int(flops), (), ())
         steps = tuple(sorted(option.steps or ()))
         return RegionPlan(name, kind, None, False, option.nbytes, *option.recompute, calls[0].operators, steps)
@@ -239,7 +242,7 @@ class _Planner:
             place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
         other = f"{'' if self._is_free else 'smaller modules, '}a smaller batch, or "
         gradients = sum(nbytes for _, nbytes in self._trace.gradients)
-        if 2 * gradients > least:
+        if 4 * gradients > 3 * least:
             place, other = f"{size_text(gradients)} of it are gradients of parameters, which no region reduces", ""
         return (
             f"A training step of this model needs at least {size_text(least)} "

@@ -130,7 +130,7 @@ def test_the_loss_of_a_result_is_differentiated() -> None:
     check(lambda x: x.sin(), rand(3), loss=lambda y: shapes.append(y.shape) or y.square().sum())
     assert [*shapes] == [(3,)] * 3  # plain, as it is, and as a region
     with pytest.raises(TypeError, match="loss is called with the result alone: write `loss=lambda out: criterion"):
-        check(lambda x: x.sin(), rand(3), loss=nn.functional.mse_loss)
+        check(torch.sin, rand(3), loss=nn.functional.mse_loss)
     assert "must return a tensor of one element, got shape [3]." in str(check(torch.sin, rand(3), loss=lambda y: y))
 
 

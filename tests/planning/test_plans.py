@@ -437,8 +437,11 @@ def test_a_batch_that_the_model_does_not_take_is_an_error() -> None:
 
 def test_layers_that_are_not_worth_a_region_alone_are_regions_together() -> None:
     model = nn.Sequential(*(each for _ in range(16) for each in (nn.Linear(64, 64), nn.GELU())))
-    plan = fitted(model, 0.6, torch.randn(2048, 64), squared, off=0.15)
-    assert any(region.children for region in plan.regions)
+    plan, x = fitted(model, 0.6, torch.randn(2048, 64), squared, off=0.15), torch.randn(4, 64)
+    assert any(region.children for region in plan.regions) and "regions inside" not in str(plan)
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(input=x))
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8))
+    fitted(nn.Sequential(*blocks), 0.6, torch.randn(2048, 64), squared, off=0.15)  # each ends in a value that it saves
 
 
 def test_gradients_that_fill_the_amount_are_named() -> None:
@@ -447,7 +450,6 @@ def test_gradients_that_fill_the_amount_are_named() -> None:
 
 
 def test_a_loss_outside_of_the_model_is_asked_for() -> None:
-    """The sum of logits needs less memory than their cross entropy."""
     model, ids = nn.Sequential(blocks(), nn.Linear(X.shape[-1], 512)), torch.arange(X[..., 0].numel())
     with pytest.warns(remat.RematWarning, match=r"takes the sum of the result.*`loss=lambda out: criterion"):
         low = remat.nn.budget(model, 1.0, X).peak
