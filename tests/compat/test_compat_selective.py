@@ -253,10 +253,11 @@ NOTHING = contextlib.nullcontext()
 
 @pytest.mark.parametrize("wrong", [(NOTHING, 1), (1, NOTHING), "ab"], ids=["1+3", "3+1", "ab"])
 def test_what_is_not_a_pair_of_contexts_is_an_error(wrong: Any) -> None:
-    with pytest.raises(TypeError, match="context_fn must return two context managers, for the first run and for rec"):
-        checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=lambda: wrong)
-    with pytest.raises(TypeError, match="context_fn must be a function that returns two context managers, got "):
-        checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=wrong)
+    for context_fn in (wrong, lambda: wrong):
+        with pytest.raises(
+            TypeError, match="context_fn must (be a function that returns|return) two context managers, "
+        ):
+            checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=context_fn)
 
 
 def in_contexts(module: Any, first: Any, again: Any, fn: Callable = deep, **options: Any) -> Callable:
