@@ -254,9 +254,7 @@ NOTHING = contextlib.nullcontext()
 @pytest.mark.parametrize("wrong", [(NOTHING, 1), (1, NOTHING), "ab"], ids=["1+3", "3+1", "ab"])
 def test_what_is_not_a_pair_of_contexts_is_an_error(wrong: Any) -> None:
     for context_fn in (wrong, lambda: wrong):
-        with pytest.raises(
-            TypeError, match="context_fn must (be a function that returns|return) two context managers, "
-        ):
+        with pytest.raises(TypeError, match=r"context_fn must (be a function that )?returns? two context managers, "):
             checkpoint(torch.sin, rand(3), use_reentrant=False, context_fn=context_fn)
 
 
