@@ -133,7 +133,8 @@ def budget(
         args, kwargs: arguments for the model, as in training.
         where: which modules are regions, as in :func:`apply`: each saves as much as the amount allows. A chosen module
             inside another one is part of that one.
-        loss: computes a scalar from the model's result, as in :func:`remat.check`.
+        loss: computes a scalar from the model's result, by default as in :func:`remat.check`. Give it if the model
+            returns none: what it needs counts too.
         cost: the cost of recomputing an operation, as in :func:`remat.policies.budget`.
         more_batches: other arguments for which a step must fit too, each a tuple or a dict of keyword arguments. The
             plan, and a fraction of the peak, are for the batch that needs the most.
@@ -156,10 +157,11 @@ def budget(
     Example:
         >>> import torch, remat.nn
         >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2, 64) for _ in range(4)))
-        >>> plan = remat.nn.budget(model, 0.5, torch.randn(8, 32, 16))
+        >>> x, loss = torch.randn(8, 32, 16), lambda out: out.square().mean()
+        >>> plan = remat.nn.budget(model, 0.5, x, loss=loss)
         >>> plan.peak <= plan.amount < plan.without
         True
-        >>> blocks = remat.nn.budget(model, 0.6, torch.randn(8, 32, 16), where=torch.nn.TransformerEncoderLayer)
+        >>> blocks = remat.nn.budget(model, 0.6, x, where=torch.nn.TransformerEncoderLayer, loss=loss)
         >>> [block.name for block in blocks.blocks]
         ['0', '1', '2', '3']
     """
@@ -241,7 +243,7 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
     Example:
         >>> import tempfile, torch, remat.nn
         >>> model = torch.nn.Sequential(*(torch.nn.TransformerEncoderLayer(16, 2, 64) for _ in range(4)))
-        >>> plan = remat.nn.budget(model, 0.5, torch.randn(8, 32, 16))
+        >>> plan = remat.nn.budget(model, 0.5, torch.randn(8, 32, 16), loss=torch.sum)
         >>> with tempfile.NamedTemporaryFile() as file:
         ...     plan.save(file.name)
         ...     remat.nn.load(model, file.name).regions == plan.regions
