@@ -175,7 +175,8 @@ def budget(
         raise TypeError(
             f"{type(model).__name__} needs arguments: give a batch, as in `remat.nn.budget(model, '8GiB', *batch)`."
         )
-    program = Program(model, args, kwargs, loss=loss or _sum)
+    loss = loss or _sum
+    program = Program(model, args, kwargs, loss=loss)
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")
     if program.is_frozen and program.is_differentiated():
@@ -190,7 +191,7 @@ def budget(
     if not isinstance(more_batches, (list, tuple)) or not all(isinstance(each, (tuple, dict)) for each in more_batches):
         raise TypeError("more_batches is a list of tuples or dicts of arguments: `more_batches=[(x,)]`.")
     more = [((), each) if isinstance(each, dict) else (each, {}) for each in more_batches]
-    others = [Program(model, *each, loss=loss or _sum) for each in more]
+    others = [Program(model, *each, loss=loss) for each in more]
     if not program.named_modules:
         raise TypeError(
             f"{shown(model)} captures and gets no modules that could be regions. For a function use "

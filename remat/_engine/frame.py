@@ -310,7 +310,7 @@ class Filler(RegionHooks):
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay, count = self.attempt.replay, self.count
-        if replay is not None and any(self.slots[count : count + 1]):
+        if replay is not None and replay.placeholders and any(self.slots[count : count + 1]):
             replay.placeholders.read([tensor])
         return self.pack(tensor)
 

@@ -165,9 +165,10 @@ class Pullback(Derived):
         def at(*heads: torch.Tensor) -> list[torch.Tensor]:
             rest = iter(heads)
             inputs = lift(primals, lifted, private.current_interpreter().level())
-            outs = inner.run([next(rest) if needs else t for t, needs in zip(inputs, self.needs)], run)
-            unread.update(unreached(self.chosen(outs), dict(enumerate(heads))))
-            return self.chosen(outs)
+            operands = [next(rest) if needs else t for t, needs in zip(inputs, self.needs)]
+            outs = self.chosen(inner.run(operands, run))
+            unread.update(unreached(outs, dict(enumerate(heads))))
+            return outs
 
         _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
 
