@@ -118,7 +118,7 @@ def _misuse(others: dict[str, Any]) -> str:
     """What to write in place of a call with options or arguments that `remat` doesn't have."""
     if in_jax := [name for name in ("prevent_cse", "static_argnums", "concrete") if name in others]:
         return f"remat doesn't need the option {in_jax[0]} of jax.checkpoint: leave it out."
-    if others and "use_reentrant" not in others:
+    if others and "use_reentrant" not in others and "context_fn" not in others:
         return (
             f"remat has no option {next(iter(others))!r}. It has policy, preserve_rng_state, determinism_check, "
             f"early_stop and debug. The arguments of the function follow: `remat(fn)(x)`."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -49,6 +49,20 @@ def warn(message: str, line: Line | None = None) -> None:
 
 # One for each file, so that by default Python shows a warning once for each line, whichever function gives it.
 _registries: dict[str, dict] = {}
+
+
+def unknown_keyword(fn: Callable, names: Iterable[str]) -> str | None:
+    """The first of these keywords that ``fn`` doesn't take, by its signature if it has one."""
+    try:
+        signature = inspect.signature(fn)
+    except ValueError:
+        return None
+    for name in names:
+        try:
+            signature.bind_partial(**{name: None})
+        except TypeError:
+            return name
+    return None
 
 
 def accepts(fn: Callable, *args: Any, **kwargs: Any) -> bool | None:

@@ -23,7 +23,7 @@ from .._captured.variables import Entries, bound
 from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
-from .._core.lines import accepts
+from .._core.lines import accepts, unknown_keyword
 from .._core.tensors import as_bytes, bytes_of, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart
 from .._region.error_context import with_parameters
@@ -110,11 +110,13 @@ class Program:
                 )
         if loss is not None and accepts(getattr(loss, "forward", loss), None) is False:
             raise TypeError("loss is called with the result alone: write `loss=lambda out: criterion(out, y)`.")
+        called = fn.forward if isinstance(fn, nn.Module) else fn
+        if (name := unknown_keyword(called, kwargs)) and not getattr(fn, "_forward_pre_hooks_with_kwargs", None):
+            raise TypeError(f"{name!r} is neither an option nor an argument of {getattr(called, '__qualname__', fn)}.")
         self.fn, self.transform, self.loss = fn, transform, loss
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]
         self._found = Captured(*self._roots)
-        called = fn.forward if isinstance(fn, nn.Module) else fn
         names = [with_parameters(called, self.arguments.name(i)) for i in range(len(self.tensors))]
         self.names = [name.removeprefix("argument ") for name in names]  # of the tensors
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
@@ -251,8 +253,8 @@ class Program:
 
     def _loss_of(self, result: Any) -> Any:
         value = (self.loss or default_loss)(result)
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise ValueError(f"The option loss must return a tensor of one element, got shape {list(value.shape)}.")
+        if value.numel() != 1 if isinstance(value, torch.Tensor) else self.loss is not None:
+            raise ValueError(f"The option loss must return a tensor of one element, got {shown(value)}.")
         return value
 
     def transformed(self, fn: Callable) -> Callable:

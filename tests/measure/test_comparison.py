@@ -131,7 +131,8 @@ def test_the_loss_of_a_result_is_differentiated() -> None:
     assert [*shapes] == [(3,)] * 3  # plain, as it is, and as a region
     with pytest.raises(TypeError, match="loss is called with the result alone: write `loss=lambda out: criterion"):
         check(torch.sin, rand(3), loss=nn.functional.mse_loss)
-    assert "must return a tensor of one element, got shape [3]." in str(check(torch.sin, rand(3), loss=lambda y: y))
+    for wrong, text in ((lambda y: y, "a tensor of shape [3]"), (lambda y: 2.5, "2.5")):
+        assert f"must return a tensor of one element, got {text}." in str(check(torch.sin, rand(3), loss=wrong))
 
 
 ROUNDING = {"float64": (1e-14, 1e-9), "float32": (3e-7, 1e-4), "bfloat16": (1e-2, 0.1), "float16": (5e-3, 0.1)}
