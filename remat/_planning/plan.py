@@ -152,7 +152,10 @@ class Plan:
             lines.append(f"not a region: {names[0]}{more}: {reason}")
         above = round(100 * (self.total / self.bound - 1)) if self.bound else 0
         least = f", {above}% more than the best plan by prediction, which did not fit" if above > 0 else ""
-        peak = f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat"
+        about = "about " if self.regions else ""  # as predicted
+        peak = (
+            f"peak {size_text(self.peak)} of {size_text(self.amount)}; {about}{size_text(self.without)} without remat"
+        )
         work = f"{_work(self.flops)} recomputed"
         if self.regions and self.cost != "flops":
             unit = f"{UNITS[self.cost][1:]} by {self.cost}" if self.cost in UNITS else " by the cost function"
@@ -250,8 +253,8 @@ class BlockBudget(Plan):
         rows = [(b.name, size_text(b.nbytes), _work(b.flops), f"{len(b.operators)}") for b in self.blocks]
         head = ("block", "saves", "recomputes", "operations saved")
         peak = (
-            f"peak {size_text(self.peak)} of {size_text(self.amount)}; {size_text(self.without)} without remat, "
-            f"{size_text(self.least)} if nothing is saved"
+            f"peak {size_text(self.peak)} of {size_text(self.amount)}; about {size_text(self.without)} without remat, "
+            f"about {size_text(self.least)} if nothing is saved"
         )
         return "\n".join([*aligned([head, *rows], "<"), peak])
 

@@ -246,7 +246,7 @@ class _Planner:
             place, other = f"{size_text(gradients)} of it are gradients of parameters, which no region reduces", ""
         return (
             f"A training step of this model needs at least {size_text(least)} "
-            f"({size_text(max(least, self.without))} without remat), {choice}, but the budget is {size_text(amount)}. "
+            f"(about {size_text(max(least, self.without))} without remat), {choice}, but the budget is {size_text(amount)}. "
             f"{place}. Choose {other}a budget of {least} bytes or more."
         )
 
