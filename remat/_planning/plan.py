@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -36,7 +35,7 @@ class RegionPlan:
         has_regions: whether regions of the plan are inside of it. Then it saves only its inputs.
         nbytes: the bytes that it saves, without its inputs and results.
         cost, flops: the cost and the floating-point operations of its own recompute.
-        operators: the names of its operations, in their order; empty if it has regions.
+        operators: the names of its operations, in their order; empty if it saves only its inputs whatever they are.
         steps: the numbers of the operations whose results it saves.
     """
 
@@ -53,16 +52,6 @@ class RegionPlan:
 
 def _work(flops: int) -> str:
     return flops_text(flops) if flops else "0 FLOP"
-
-
-def _is_inside(region: RegionPlan, other: RegionPlan) -> bool:
-    """Whether a region is inside of another one, of which it may be a part."""
-    first, last = other.children or (0, math.inf)
-    if region.name == other.name:
-        return region is not other and region.children is not None and first <= region.children[0] < last
-    below = region.name.removeprefix(f"{other.name}.") if other.name else region.name
-    part = below.partition(".")[0]
-    return (not other.name or below != region.name) and (not part.isdigit() or first <= int(part) < last)
 
 
 def _names(names: Sequence[str]) -> str:
@@ -93,7 +82,7 @@ def options_of(regions: Sequence[RegionPlan], cost: Any) -> dict[str, Options]:
     for region in regions:
         segments = [each.children for each in regions if each.name == region.name and each.children]
         chosen = Chosen(region.operators, frozenset(region.steps))
-        policy = None if region.has_regions else Budget(region.nbytes, cost, chosen)
+        policy = Budget(region.nbytes, cost, chosen) if region.operators else None
         found[region.name] = Options(policy=policy, name=region.name, segments=tuple(segments))
     return found
 
@@ -133,8 +122,7 @@ class Plan:
         groups = grouped(self.regions, attrgetter("name", "kind", "children", "has_regions", "nbytes", "flops"))
         for _, same in sorted(groups, key=lambda group: self.regions.index(group[1][0])):
             first, name = same[0], _names([region.name for region in same])
-            has_inner = any(_is_inside(other, first) for other in self.regions)
-            saves = "regions inside" if has_inner else size_text(first.nbytes)
+            saves = "regions inside" if first.has_regions else size_text(first.nbytes)
             if first.nbytes:
                 saves += f", {count_text(len(first.steps), 'operation')}"
             count = f"x{len(same)}" if len(same) > 1 else ""

@@ -193,7 +193,7 @@ class _Planner:
         costs, points, over = _agreed((costs, points, self._candidates.passed_over))
         return Plan(amount, peak, self.without, *costs, planned, points, over, self._cost, size)
 
-    def _region(self, calls: Sequence[Item], option: Option | None) -> RegionPlan:
+    def _region(self, calls: Sequence[Item], option: Option | None, has_regions: bool) -> RegionPlan:
         first = calls[0].call
         assert first is not None
         name, module, children = self._name(calls[0]), first.module, None
@@ -208,7 +208,7 @@ class _Planner:
             if not calls[-1].can_be_region:  # its recompute ends at the last value that the last call saves
                 works[-1] = calls[-1].plain[0].ends
             cost, flops = (sum(each) for each in zip(*works))
-            return RegionPlan(name, kind, children, True, 0, cost, int(flops), (), ())
+            return RegionPlan(name, kind, children, has_regions, 0, cost, int(flops), (), ())
         steps = tuple(sorted(option.steps or ()))
         return RegionPlan(name, kind, None, False, option.nbytes, *option.recompute, calls[0].operators, steps)
 

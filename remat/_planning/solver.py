@@ -41,6 +41,10 @@ class Way(NamedTuple):
     rest: List
 
 
+# The calls in a region, its option unless it saves only its inputs, and whether it has regions inside.
+Planned = tuple[tuple[Item, ...], Option | None, bool]
+
+
 class Plans(NamedTuple):
     """The Pareto-optimal plans of a list, by increasing peak; each with its way, and the plans that it consists of."""
 
@@ -214,14 +218,15 @@ class Solver:
             yield calls, way, inner
             number, items = int(items.plans.rest[number]), way.rest
 
-    def chosen(self, items: List, number: int, chain: Sequence[Item]) -> list[tuple[tuple[Item, ...], Option | None]]:
-        """Return the regions of a plan of this chain: their calls and the option, None if it has regions inside."""
-        found: list[tuple[tuple[Item, ...], Option | None]] = []
+    def chosen(self, items: List, number: int, chain: Sequence[Item]) -> list[Planned]:
+        """Return the regions of a plan of this chain, each followed by those inside of it."""
+        found: list[Planned] = []
         for calls, way, inner in self._steps(items, number, chain):
             if way.option is not None and way.option.steps is not None:
-                found.append((calls, way.option))
+                found.append((calls, way.option, False))
             elif way.inside is not None:
-                found += [(calls, None), *self.chosen(way.inside, inner, Region(calls).items)]
+                inside = self.chosen(way.inside, inner, Region(calls).items)
+                found += [(calls, None, bool(inside)), *inside]
         return found
 
     def largest(self, items: List, number: int, chain: Sequence[Item]) -> tuple[Item, bool]:

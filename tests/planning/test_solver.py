@@ -104,7 +104,7 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
     assert list(zip(found.peak.tolist(), found.cost.tolist())) == best
     for number, (peak, _) in enumerate(best):
         assert solver.cheapest(chain, peak) == number and solver.cheapest(chain, best[0][0] - 1) == -1
-        calls = [id(call) for calls, _ in solver.chosen(chain, number, items) for call in calls]
+        calls = [id(call) for calls, *_ in solver.chosen(chain, number, items) for call in calls]
         every = [each for top in items for each in top.everything()]
         assert set(calls) <= {id(each) for each in every if each.call}
         assert solver.largest(chain, number, items)[0] in every and peak >= 0
