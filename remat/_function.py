@@ -17,7 +17,6 @@ from ._core.state import is_disabled, own_work, state, within
 from ._engine import lowering as engine
 from ._functorch import lowering as functorch
 from ._policy.policy import Budget
-from ._region.around import Around
 from ._region.hooks import hooks_are_allowed, in_torch_checkpoint, is_hooks_refusal
 from ._region.options import Options
 
@@ -45,7 +44,7 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
         return functorch.call(fn, options, known, args, kwargs)
     try:
         with nullcontext() if state.watch is None else own_work():
-            return engine.call(fn, options, known, Around(), args, kwargs)
+            return engine.call(fn, options, known, args, kwargs)
     except RuntimeError as error:
         if not is_hooks_refusal(error):
             raise

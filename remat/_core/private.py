@@ -76,7 +76,7 @@ hooks_disable, hooks_enable = _autograd._saved_tensors_hooks_disable, _autograd.
 # --- the running backward -----------------------------------------------------------------------------------------
 graph_task_id = torch._C._current_graph_task_id  # -1 outside of a backward pass
 set_grad_enabled = torch._C._set_grad_enabled  # for each recompute; the public ones take as long as an operation
-graph_task_keeps_graph = _autograd._get_current_graph_task_keep_graph  # nodes don't release tensors then
+graph_task_keeps_graph = _autograd._get_current_graph_task_keep_graph  # nodes keep tensors then; true outside of one
 current_node = torch._C._current_autograd_node
 will_execute_node = torch._C._will_engine_execute_node  # a pass may be for some inputs only
 graph_exec_group = torch._C._get_graph_exec_group  # the ``GraphExecGroup`` in whose scope a backward runs

@@ -153,12 +153,12 @@ class Frame:
                 alive = [slot if slot is wanted else None for slot in alive]
             else:
                 alive = [None if slot and slot.residual else slot for slot in alive]
-            once = running is not None and not private.graph_task_keeps_graph() and current_group() is None
+            once = not private.graph_task_keeps_graph() and current_group() is None
             filler = Filler(self, alive, to_the_end, once and self._is_last())
             try:
                 filler.run()
                 value = wanted.value
-                if value is None and alive.index(wanted) >= filler.count:
+                if alive.index(wanted) >= filler.count:
                     raise filler.too_few()
             except RecomputeMismatchError as error:
                 if self.log is not None and error.logs is None:
@@ -176,11 +176,10 @@ class Frame:
             return value
 
     def _is_last(self) -> bool:
-        """Whether no recompute comes after this one. Inside an outer region each recompute must do the same."""
+        """Whether no recompute comes after this one."""
         record = self.record
-        if record is None or record.saved_values.in_region or not record.one_output:
-            return False
-        if record.saved_values.nbytes <= 4096:  # not worth a query of autograd, which takes 20 us for each input
+        # Few bytes are not worth a query of autograd, which takes 20 us for each input.
+        if record is None or not record.one_output or record.saved_values.nbytes <= 4096:
             return False
         inputs = *self.operands.tensors, *self.captured_inputs.tensors
         if any(tensor is None for tensor in inputs):
@@ -310,7 +309,7 @@ class Filler(RegionHooks):
         if private.is_wrapped(tensor):
             return bare(tensor)
         replay, count = self.attempt.replay, self.count
-        if replay is not None and replay.placeholders and any(self.slots[count : count + 1]):
+        if replay is not None and any(self.slots[count : count + 1]):
             replay.placeholders.read([tensor])
         return self.pack(tensor)
 

@@ -30,17 +30,17 @@ from .operation_log import OpLog
 from .slots import InputSlot, Slot
 
 
-def call(fn: Callable, options: Options, known: Known, around: Around, args: Any, kwargs: dict) -> Any:
-    """Call ``fn`` as a region, with the hooks ``around``.
+def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) -> Any:
+    """Call ``fn`` as a region.
 
     Raises RuntimeError if ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
     """
     arguments, tensors = take_apart(args, kwargs)
     if state.watch is not None:  # the arguments of a region are read by the region around it
         state.watch.reads(tensors)
-    operands = Guards(tensors, arguments.name)
+    operands, around = Guards(tensors, arguments.name), Around()
     around.take(operands, arguments.uses)
-    region = Region(fn, arguments, tensors, options, known, around)
+    region = Region(fn, arguments, tensors, options, known)
     try:
         region.open(around=around)
         run = Run(OpLog() if options.debug else None, recorder_for(region))
@@ -127,8 +127,7 @@ class Saver(RegionHooks):
     def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
         """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""
         if (guard := self._known.get(id(base))) is not None:
-            shares = guard.packed is None and guard.dual is None
-            return Held(alias(tensor), guard) if shares else None
+            return Held(alias(tensor), guard) if guard.packed is None else None
         if node is None:
             return Held(tensor) if tensor.requires_grad else None
         if not self._is_older(node):

@@ -36,7 +36,6 @@ class OpLog(DispatchMode):
     """
 
     def __init__(self, first: OpLog | None = None) -> None:
-        super().__init__()
         self.first = first
         self.entries: list[Operation] = []
         self.recomputed: list[Operation] = []  # by the last recompute

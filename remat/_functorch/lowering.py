@@ -11,7 +11,6 @@ from .._core import private
 from .._core.known import Known
 from .._core.state import own_work, state
 from .._region.arguments import take_apart
-from .._region.around import Around
 from .._region.error_context import with_region
 from .._region.hooks import is_hooks_refusal
 from .._region.options import Options
@@ -30,7 +29,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         return fn(*args, **kwargs)  # the function is being traced
     if private.cached_weights()[0] and (private.GRAD in kinds or private.JVP in kinds):
         raise RematError(_CACHED)
-    region = Region(fn, *take_apart(args, kwargs), options, known, Around(), kinds, uses_func)
+    region = Region(fn, *take_apart(args, kwargs), options, known, kinds, uses_func)
     try:
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own

@@ -66,17 +66,16 @@ class Region:
     """One call of ``fn(*args, **kwargs)``."""
 
     __slots__ = (
-        "ambient", "around", "fn", "graded", "inputs", "kinds", "known", "line", "options", "outputs", "ran",
-        "record", "uses_func",
+        "ambient", "fn", "graded", "inputs", "kinds", "known", "line", "options", "outputs", "ran", "record",
+        "uses_func",
     )  # fmt: skip
 
     def __init__(
-        self, fn: Callable, arguments: Arguments, tensors: list, options: Options, known: Known, around: Around | None,
-        kinds: tuple = (), uses_func: bool = False,
+        self, fn: Callable, arguments: Arguments, tensors: list, options: Options, known: Known, kinds: tuple = (),
+        uses_func: bool = False,
     ) -> None:  # fmt: skip
         self.fn, self.options, self.known = fn, options, known
         self.line: Line = user_line(4)  # the user's line that called it
-        self.around = around  # the hooks around it, with their positions at its start, for `restart`
         self.inputs = Inputs(arguments, tensors)
         self.outputs = Outputs(options)
         self.ambient: Ambient | None = None  # at its start
@@ -107,7 +106,6 @@ class Region:
         if self.ran and LOGGER.isEnabledFor(DEBUG) and not state.recomputing:
             log_saved(self)
         self.inputs.release()
-        self.around = None
 
     def _called(self, args: Sequence, kwargs: dict, mode: Any, log: Any, again: bool) -> Any:
         """Call the function, in its first run or ``again``."""
@@ -178,13 +176,14 @@ class Region:
         return self.outputs.record(result, operands)
 
     def restart(self, uses_func: bool = False, graded: bool = False) -> None:
-        """Undo the effects of a first run that was abandoned, so that it can start again, now with what it needs."""
+        """Undo the effects of a first run that was abandoned, so that it can start again, now with what it needs.
+
+        What the hooks around it have got they keep: the recompute of an outer region abandons this run too.
+        """
         assert self.ambient is not None
         self.uses_func, self.graded = uses_func, self.graded or graded
         self.ambient.rewind()
         self.inputs.roll_back()
-        if self.around is not None:
-            self.around.undo()
         self.ran, self.record = False, None
 
     def check_result(self, result: Any) -> None:

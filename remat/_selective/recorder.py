@@ -17,6 +17,7 @@ from .._core.private import DispatchMode, FakeTensor, without_torch_function
 from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
 from .._policy.policy import Budget, as_policy, within
+from .._region.around import of_region
 from .._region.hooks import in_torch_checkpoint
 from ..errors import RematError
 from .mode import RegionMode
@@ -175,16 +176,15 @@ def recorder_for(region: Any) -> Recorder | None:
     own, outer = region.options.policy, state.policies
     if own is None and not outer:
         return None
-    own, known = as_policy(own), region.known
-    if isinstance(own, Budget) and (outer or region.around.region is not None or in_torch_checkpoint()):
+    own, known, in_region = as_policy(own), region.known, of_region(private.top_hooks(True)) is not None
+    if isinstance(own, Budget) and (outer or in_region or in_torch_checkpoint()):
         # In a recompute of the enclosing region it might choose something else, unless it has chosen before.
         own, known = own if own.chosen and not outer else as_policy(None), Known()
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.inputs.operands(), *region.inputs.captured.tensors
     if policy.saves_nothing or FakeTensor in map(type, tensors):
         return None
-    is_inside = region.around.region is not None and not outer
-    if is_inside and not isinstance(own, Budget) and known.is_new_warning(INSIDE):
+    if in_region and not outer and not isinstance(own, Budget) and known.is_new_warning(INSIDE):
         warn(INSIDE)
     return Recorder(Recording(policy, known, own, region.options.warned))
 

@@ -12,7 +12,9 @@ from cases import rand
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 
+from benchmarks.measure import OpCounter
 from remat._core.facts import flops
+from remat._core.state import alias
 from remat._core.tensors import (
     bare,
     bottom,
@@ -56,6 +58,10 @@ def test_views_and_dtypes_that_autograd_does_not_follow() -> None:
     assert is_in_graph(x) and is_in_graph(x[:2]) and not is_in_graph(view) and not is_in_graph(x.detach())
     can = [is_differentiable(torch.zeros(1, dtype=dtype)) for dtype in (torch.half, torch.cfloat, torch.int)]
     assert can == [True, True, False]
+    special = torch.ones(3).as_subclass(type("Special", (Tensor,), {}))
+    with OpCounter() as seen:
+        assert [type(alias(t)) for t in (x, special)] == [Tensor, type(special)]
+    assert seen["aten.detach"] == 1  # only a subclass may see it
 
 
 def test_the_bottom_of_a_wrapper_and_what_vmap_has_left() -> None:

@@ -41,7 +41,13 @@ def the_result_of_another_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
     return wrap(lambda y: ((y[1:3] @ h).tanh() * h.t()[:2]).exp())(w)
 
 
-OLDER = [an_input_of_the_outer_region, captured_by_both_regions, made_in_the_outer_region, the_result_of_another_region]
+def changed_by_the_region(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    count = torch.ones(4, dtype=x.dtype)
+    return wrap(lambda x: (count.add_(1) * (x @ w)).exp())(x)
+
+
+OLDER = [an_input_of_the_outer_region, captured_by_both_regions, made_in_the_outer_region, the_result_of_another_region,
+         changed_by_the_region]  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"determinism_check": "none"}, {"determinism_check": "values"}], ids=str)

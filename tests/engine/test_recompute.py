@@ -215,7 +215,7 @@ def of_a_captured_leaf(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
     """A recompute reads the gradient that was cleared, and accumulates no other."""
 
     def step(x: Tensor) -> Tensor:
-        w.exp().sin().sum().backward(), w.exp().cos().sum().backward()
+        (w * w).sum().backward()  # reads an input only
         scale, w.grad = w.grad.clone(), None
         return (x @ scale @ w).sin()
 

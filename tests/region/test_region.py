@@ -354,6 +354,8 @@ def test_an_inner_region_saves_nothing_that_the_outer_one_has_made() -> None:
     assert held_bytes(remat(outer), x) == x.nbytes
     weight = nn.Parameter(torch.ones(64))
     assert count_ops(by_autograd(remat(lambda x: (x * weight).exp()), x))["aten.clone"] == 0  # nor copies parameters
+    module.mask = nn.Buffer(rand(64, 64, grad=False))
+    assert count_ops(remat(lambda x: (x * module.mask).exp()), x)["aten.equal"] == 0  # nor compares large buffers
 
 
 def test_a_region_keeps_no_casts() -> None:
@@ -381,7 +383,7 @@ def test_under_disable_remat_regions_are_plain_calls() -> None:
     assert runs.count == 3 + 2 + 5
 
 
-W = rand(4, 4, grad=False)
+W = rand(4, 4)
 
 
 @pytest.mark.parametrize(
