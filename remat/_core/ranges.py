@@ -31,7 +31,7 @@ class Ranges(set[int]):
         if isinstance(result, torch.ScriptObject):
             if args[0].startswith(_FSDP):
                 self.add(hash(result))
-        elif args and isinstance(args[0], torch.ScriptObject):
+        elif isinstance(args[0], torch.ScriptObject):
             self.discard(hash(args[0]))
         return result
 

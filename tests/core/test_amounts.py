@@ -29,21 +29,12 @@ def test_what_is_not_an_amount_is_an_error_with_its_name(error: type[Exception],
         parse_amount(amount, 100, "the limit")
 
 
-@pytest.mark.parametrize(
-    ("text", "number", "expected"),
-    [
-        (size_text, 1023, "1023 B"),
-        (size_text, 2**20 - 1, "1 MiB"),
-        (size_text, 5000 * 2**40, "5000 TiB"),
-        (number_text, 1200.4, "1,200"),
-        (number_text, 12.34, "12.3"),
-        (partial(percent_text, 1), 3, "+33 %"),
-        (partial(percent_text, 1), 0, ""),
-        (partial(percent_text, 0), 3, ""),
-        (flops_text, 12, "12 FLOP"),
-        (flops_text, 999_960, "1 MFLOP"),
-        (flops_text, 12_345_678, "12.3 MFLOP"),
-    ],
-)
+READABLE = [(size_text, 1023, "1023 B"), (size_text, 2**20 - 1, "1 MiB"), (size_text, 5000 * 2**40, "5000 TiB"),
+            (number_text, 1200.4, "1,200"), (number_text, 12.34, "12.3"), (partial(percent_text, 1), 3, "+33 %"),
+            (partial(percent_text, 1), 0, ""), (partial(percent_text, 0), 3, ""), (flops_text, 12, "12 FLOP"),
+            (flops_text, 999_960, "1 MFLOP"), (flops_text, 12_345_678, "12.3 MFLOP")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "number", "expected"), READABLE)
 def test_amounts_are_easy_to_read(text: Callable, number: int, expected: str) -> None:
     assert text(number) == expected

@@ -56,6 +56,7 @@ def test_operators_of_other_kinds() -> None:
     assert facts_of(aten.record_stream.default).writes == [] and not facts_of(torch.ops.higher_order.cond).observes
     mark = torch.ops.profiler._record_function_exit._RecordFunction
     assert facts_of(mark).marks and facts_of(mark).foreign and not facts_of(aten.sin.default).marks
+    assert facts_of(aten.sin.default).run is aten.sin.default is not facts_of(aten.mul.Scalar).run
 
 
 def test_dropout_of_attention_draws_by_position_and_by_name() -> None:

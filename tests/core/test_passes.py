@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch.utils.checkpoint import CheckpointError
 from benchmarks.measure import PeakMemory, gc_disabled
 from remat import policies
 from remat import remat as transform
+from remat._core.passes import nearest_engine_call
+from remat._core.private import engine_call, gradient_hooks
 from remat.compat import GraphExecGroup, checkpoint
 
 
@@ -108,6 +111,15 @@ def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
         with pytest.raises(CheckpointError, match="need the same value"):
             grad(first, x)
     assert_same(found, gradients(lambda x: shares_a_product(x, w), x))
+
+
+def test_the_call_of_the_engine_that_runs_a_hook() -> None:
+    x, calls = rand(3), list[Any]()
+    x.register_hook(lambda _: calls.append(nearest_engine_call(sys._getframe())))
+    x.register_post_accumulate_grad_hook(lambda _: calls.append(nearest_engine_call(sys._getframe(), sys._getframe())))
+    assert [len(hooks) for t in (x, x.detach()) for hooks in gradient_hooks(t)] == [1, 1, 0, 0]
+    x.sum().backward()
+    assert calls[0].f_code is engine_call.__code__ and calls[1] is nearest_engine_call(sys._getframe()) is None
 
 
 def live(memory: PeakMemory, x: Tensor) -> int:

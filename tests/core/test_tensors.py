@@ -13,20 +13,9 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from benchmarks.measure import OpCounter
+from remat._core import tensors
 from remat._core.facts import flops
 from remat._core.state import alias
-from remat._core.tensors import (
-    bare,
-    bottom,
-    copied,
-    is_differentiable,
-    is_in_graph,
-    is_left_from_vmap,
-    is_recorded,
-    laid_out,
-    overlapping,
-    requires_grad_somewhere,
-)
 from remat._core.versions import check_version
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -42,7 +31,7 @@ def test_requires_grad_at_some_level() -> None:
     found: list[bool] = []
 
     def see(x: Tensor) -> Tensor:
-        found.append(requires_grad_somewhere(x))
+        found.append(tensors.requires_grad_somewhere(x))
         return x.sin().sum()
 
     x = rand(3, grad=False)
@@ -55,8 +44,8 @@ def test_views_and_dtypes_that_autograd_does_not_follow() -> None:
     x = rand(3)
     with torch.no_grad():
         view = x[:2]
-    assert is_in_graph(x) and is_in_graph(x[:2]) and not is_in_graph(view) and not is_in_graph(x.detach())
-    can = [is_differentiable(torch.zeros(1, dtype=dtype)) for dtype in (torch.half, torch.cfloat, torch.int)]
+    assert [tensors.is_in_graph(t) for t in (x, x[:2], view, x.detach())] == [True, True, False, False]
+    can = [tensors.is_differentiable(torch.zeros(1, dtype=dtype)) for dtype in (torch.half, torch.cfloat, torch.int)]
     assert can == [True, True, False]
     special = torch.ones(3).as_subclass(type("Special", (Tensor,), {}))
     with OpCounter() as seen:
@@ -69,14 +58,14 @@ def test_the_bottom_of_a_wrapper_and_what_vmap_has_left() -> None:
 
     def keep(row: Tensor) -> Tensor:
         kept.append(row)
-        assert bottom(row) is bottom(x) and not is_left_from_vmap(row)
+        assert tensors.bottom(row) is tensors.bottom(x) and not tensors.is_left_from_vmap(row)
         return row * 2
 
     vmap(keep)(x)
-    assert is_left_from_vmap(kept[0]) and not is_left_from_vmap(x)
+    assert tensors.is_left_from_vmap(kept[0]) and not tensors.is_left_from_vmap(x)
 
     def at_another_level_with_its_number(x: Tensor) -> Tensor:
-        assert is_left_from_vmap(kept[0])
+        assert tensors.is_left_from_vmap(kept[0])
         return x.sum()
 
     grad(at_another_level_with_its_number)(x)
@@ -85,31 +74,31 @@ def test_the_bottom_of_a_wrapper_and_what_vmap_has_left() -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_copies_keep_the_layout(name: str) -> None:
     tensor = LAYOUTS[name](torch.arange(24.0))
-    for copy in (copied(tensor), laid_out(tensor.contiguous(), tensor.stride())):
+    for copy in (tensors.copied(tensor), tensors.laid_out(tensor.contiguous(), tensor.stride())):
         assert torch.equal(copy, tensor) and copy.stride() == tensor.stride()
         assert copy.data_ptr() != tensor.data_ptr() or tensor.is_contiguous()
 
 
 def test_tensors_that_share_memory() -> None:
     rows = torch.zeros(4, 3)
-    assert overlapping({3: rows[:2], 5: rows[1:], 7: torch.zeros(2), 9: torch.zeros(2).to_sparse()}) == {3, 5}
-    assert overlapping({0: rows[:2], 1: rows[2:]}) == set() and copied(rows.to_sparse()).is_sparse
-    assert overlapping({0: rows[:, 0], 1: rows[:, 1]}) == {0, 1}  # their elements alternate
+    assert tensors.overlapping({3: rows[:2], 5: rows[1:], 7: torch.zeros(2), 9: torch.zeros(2).to_sparse()}) == {3, 5}
+    assert tensors.overlapping({0: rows[:2], 1: rows[2:]}) == set() and tensors.copied(rows.to_sparse()).is_sparse
+    assert tensors.overlapping({0: rows[:, 0], 1: rows[:, 1]}) == {0, 1}  # their elements alternate
 
 
 def test_a_wrapper_without_its_history_at_one_level() -> None:
     x = rand(3)
-    assert bare(x) is x
+    assert tensors.bare(x) is x
 
     def fn(y: Tensor) -> Tensor:
-        z = y.sin()
-        assert z.requires_grad and not bare(z).requires_grad and requires_grad_somewhere(bare(z))
+        z, bare = y.sin(), tensors.bare(y.sin())
+        assert z.requires_grad and not bare.requires_grad and tensors.requires_grad_somewhere(bare)
         return z.sum()
 
     grad(fn)(x)
     with fwAD.dual_level():
-        assert [is_recorded(fwAD.make_dual(x.detach(), t)) for t in (x, x.detach())] == [True, False]
-        assert not is_recorded(torch.inference_mode()(torch.ones)(3)) and not is_recorded(x.detach())
+        assert [tensors.is_recorded(fwAD.make_dual(x.detach(), t)) for t in (x, x.detach())] == [True, False]
+        assert not tensors.is_recorded(torch.inference_mode()(torch.ones)(3)) and not tensors.is_recorded(x.detach())
 
 
 def test_an_untested_version_of_torch_warns() -> None:

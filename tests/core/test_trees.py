@@ -107,6 +107,10 @@ torch_pytree.register_pytree_node(
 )
 
 
+Whole = type("Whole", (dict,), {})  # a mapping whose keys are not those of its children, as a TensorDict's
+torch_pytree.register_pytree_node(Whole, lambda w: ([[*w.values()]], [*w]), lambda c, keys: Whole(zip(keys, c[0])))
+
+
 def child(x: Any, y: Any) -> Child:
     obj: Any = Child(x)
     obj._Base__hidden = y
@@ -132,6 +136,7 @@ TREES: list[tuple[Any, list[str]]] = [
     (child(1, 2), [".a", "._Base__hidden"]),
     ([Output(1, 2)], ["[0]['logits']", "[0]['loss']"]),
     (Output(loss=1), ["['loss']"]),
+    (Whole(a=1, b=2), ["[0][0]", "[0][1]"]),
     (torch.return_types.max((1, 2)), [".values", ".indices"]),
 ]
 

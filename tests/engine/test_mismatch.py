@@ -67,8 +67,7 @@ SAVED = r"Tensor 1 that the region saved for its backward was {} in the forward 
 FEWER = "The region saved {} tensors for its backward in the forward, and only {} in the recompute. "
 ERRORS: dict[str, tuple[Callable, dict, str, str]] = {
     "one more": (
-        saves_more,
-        {"early_stop": False},
+        saves_more, {"early_stop": False},
         "The region saved 3 tensors for its backward in the forward, and one more in the recompute, at LINE",
         "return y.cos().sin() if",
     ),
@@ -84,8 +83,7 @@ ERRORS: dict[str, tuple[Callable, dict, str, str]] = {
         SAVED.format(r"float32\[3\].*", r"float32\[2\].*"), "x[:2] if",
     ),
     "an input": (
-        saves_the_input,
-        {},
+        saves_the_input, {},
         r"Tensor 0 .* was float32\[3\] of ExpBackward0 in the forward and float32\[3\] of no recorded operation "
         r"\(such as an input\) in the recompute, at LINE\. ",
         "x.sin() if",
@@ -183,8 +181,7 @@ def test_debug_names_the_first_operation_that_differs_and_gives_both_logs(
         before, now = logs[0][i:] or ["there was none"], logs[1][i:] or ["there is none"]
         assert message.startswith(
             f"Operation {i} of the region differs between its runs.\n"
-            f"  In the forward: {before[0]}\n"
-            f"  In the recompute: {now[0]}\n"
+            f"  In the forward: {before[0]}\n  In the recompute: {now[0]}\n"
             f"A region's function must be deterministic: look at what decides between these two lines."
         )
 

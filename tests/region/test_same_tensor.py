@@ -67,10 +67,6 @@ def tensor() -> Tensor:
     return rand(3, 3, grad=False)
 
 
-def batch() -> Tensor:
-    return torch.stack([tensor(), tensor() + 1])
-
-
 def of_result(run: Callable) -> Any:
     leaf = rand(3, 3)
     x = leaf * 2
@@ -96,7 +92,7 @@ def loss(run: Callable) -> Callable:
 TRANSFORMS: dict[str, Callable] = {
     "grad": lambda run: grad(loss(run))(tensor()),
     "jvp": lambda run: jvp(run, (tensor(),), (tensor().cos(),)),
-    "vmap-grad": lambda run: vmap(grad(loss(run)))(batch()),
+    "vmap-grad": lambda run: vmap(grad(loss(run)))(torch.stack([tensor(), tensor() + 1])),
     "grad-grad": lambda run: grad(lambda x: grad(loss(run))(x).square().sum())(tensor()),
     "jvp-grad": lambda run: jvp(grad(loss(run)), (tensor(),), (tensor().cos(),)),
     "jacrev": lambda run: jacrev(run)(tensor()),
