@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import isfunction
 from typing import Any, TypeAlias
 
@@ -35,6 +35,28 @@ def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
         return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
     except TypeError:
         return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
+
+
+class Answers(list[tuple[Any, Any]]):
+    """The verdicts of predicates in regions inside a region, in one run of it. A recompute repeats those of the first.
+
+    A predicate that counts its calls would decide differently. Each verdict is next to the operator that it is about.
+    """
+
+    def __init__(self, first: Sequence[tuple[Any, Any]] = ()) -> None:
+        self.first = first  # those of the first run
+
+    def verdict(self, op: Any, ask: Callable[[], Any]) -> Any:
+        """Return the next verdict: that of the first run, or what ``ask`` returns if that ran another operator."""
+        expected = self.first[self.count : self.count + 1]
+        self.append(expected[0] if expected and expected[0][0] == op else (op, ask()))
+        return self[-1][1]
+
+    count = property(len)
+
+    def go_back(self, count: int) -> None:
+        """Forget later verdicts: an inner run was abandoned, which asks again when it starts again."""
+        del self[count:]
 
 
 def checked_predicate(value: Any) -> Callable:

@@ -17,7 +17,8 @@ from .._core import private, trees
 from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.ranges import in_range
-from .._core.state import first_run, own_work, recomputing, state
+from .._core.state import first_run, own_work, recomputing, state, within
+from .._policy.predicates import Answers
 from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
 from .around import Around
@@ -66,7 +67,7 @@ class Region:
     """One call of ``fn(*args, **kwargs)``."""
 
     __slots__ = (
-        "ambient", "fn", "graded", "inputs", "kinds", "known", "line", "options", "outputs", "ran", "record",
+        "ambient", "answers", "fn", "graded", "inputs", "kinds", "known", "line", "options", "outputs", "ran", "record",
         "uses_func",
     )  # fmt: skip
 
@@ -79,6 +80,7 @@ class Region:
         self.inputs = Inputs(arguments, tensors)
         self.outputs = Outputs(options)
         self.ambient: Ambient | None = None  # at its start
+        self.answers = Answers()  # of the predicates in regions inside it, in its first run
         self.ran = False
         self.record: Any = None  # of the first run under a policy, when it has ended
         self.kinds = kinds  # of the torch.func levels that it was called under, the bottom one first
@@ -112,9 +114,10 @@ class Region:
         contexts, fn = self.options.contexts, self.fn
         if private.profiling():
             fn = in_range(fn, "recompute" if again else "forward")
+        logs = *state.logs, Answers(self.answers) if again else self.answers
         torch.clear_autocast_cache()  # so that all runs cast the weights that they read, and the casts are freed
         try:
-            with own_work(False) if again else first_run(), mode or _NOTHING, log or _NOTHING:
+            with own_work(False) if again else first_run(), within(logs=logs), mode or _NOTHING, log or _NOTHING:
                 result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
         finally:
             torch.clear_autocast_cache()
@@ -185,6 +188,7 @@ class Region:
         self.ambient.rewind()
         self.inputs.roll_back()
         self.ran, self.record = False, None
+        self.answers.clear()
 
     def check_result(self, result: Any) -> None:
         """Compare the structure of a recompute's result with the first one."""

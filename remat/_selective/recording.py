@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -12,9 +13,10 @@ from .._core import private
 from .._core.facts import Facts, tensors
 from .._core.known import Known
 from .._core.lines import Line, user_line
+from .._core.state import state
 from .._core.tensors import holder, is_differentiable, is_plain, parts
 from .._policy.policy import Budget, Policy, Verdict
-from .._policy.predicates import Question, question
+from .._policy.predicates import Answers, Question, question
 from .._policy.warnings import Warned
 from .._region.hooks import Hooks
 from .choices import Choices
@@ -38,6 +40,7 @@ class Verdicts:
         self.given: dict[str, Line] = {}  # all names that were given in the region
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
         self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
+        self._answers = [each for each in state.logs if isinstance(each, Answers)]  # those in the regions around it
 
     def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
         """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
@@ -46,7 +49,7 @@ class Verdicts:
         asked: Question = question(facts.func, args, kwargs, result) if self.policy.asks else (None, facts.func, (), {})
         if self.judges_names:
             self._questions.update(dict.fromkeys(made, asked))
-        verdict = self.policy.verdict_for(facts.func) or self.policy.judge(*asked, frozenset())
+        verdict = self.policy.verdict_for(facts.func) or self._judge(asked)
         return None if verdict is Verdict.RECOMPUTE else verdict
 
     def on_name(self, value: int, number: int, step: Step, name: str, line: Line) -> Verdict | None:
@@ -56,7 +59,13 @@ class Verdicts:
         if not (self.judges_names and is_judged(step.result, step.facts)):
             return None
         asked: Question = self._questions.get(number, (None, step.facts.func, (), {}))
-        return self.policy.judge(*asked, frozenset(names))
+        return self._judge(asked, names)
+
+    def _judge(self, asked: Question, names: Iterable[str] = ()) -> Verdict:
+        ask = partial(self.policy.judge, *asked, frozenset(names))
+        for answers in self._answers if self.policy.asks else ():
+            ask = partial(answers.verdict, asked[1], ask)
+        return ask()
 
     def release(self) -> None:
         """Drop the references to tensors."""

@@ -123,10 +123,7 @@ def never(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     return False
 
 
-def is_exp(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return op is torch.ops.aten.exp.default
-
-
+is_exp = lambda ctx, op, *args, **kwargs: op is torch.ops.aten.exp.default
 ANY = policies.save_any_names_but_these()
 POLICIES: list[tuple[Any, int]] = [
     (policies.save_matmuls | policies.save_attention, 1),

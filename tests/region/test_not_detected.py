@@ -75,11 +75,6 @@ def later(fn: Callable, change: Callable) -> Program:
     return fn, nullcontext, change
 
 
-def decides(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return op == (torch.ops.aten.sin.default if NUMBER == 2.0 else torch.ops.aten.cos.default)
-
-
-DECIDED = remat(lambda x: x.sin().exp() * x.cos().exp(), policy=decides)
 HOLDER, MODULE, GLOBALS, PRECISION = Holder(), nn.Module(), globals(), torch.backends.cuda.matmul
 MODULE.weight = nn.Parameter(torch.ones(()))
 MODULE.weight.numbers = [2.0]
@@ -116,9 +111,6 @@ ROWS: dict[str, list[Program]] = {
     ],
     "a dispatch or function mode that changes values, and is active only in the forward pass": [
         (lambda x: of(x, 2), Doubled, nullcontext),
-    ],
-    "what a predicate decides by, for operations of a region inside another region": [
-        later(lambda x: DECIDED(x * 1), item(GLOBALS, "NUMBER")),
     ],
     "settings of one backend's precision, such as `torch.backends.cuda.matmul.fp32_precision`": [
         later(lambda x: of(x, 3 if PRECISION.fp32_precision == "tf32" else 2),

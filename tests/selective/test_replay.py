@@ -23,12 +23,14 @@ from remat import (
     MutationError,
     RecomputeMismatchError,
     checkpoint_name,
+    disable_remat,
     is_recomputing,
     policies,
     remat,
     saved_residuals,
 )
 from remat._core.known import known_of
+from remat._policy.predicates import Answers
 from remat._selective.values import Layout, place_of
 
 Fn = Callable[..., Any]
@@ -73,11 +75,8 @@ def block(x: Tensor) -> Tensor:
 
 
 def other_order(x: Tensor) -> Tensor:
-    if is_recomputing():
-        b, a = x @ W.T, x @ W
-    else:
-        a, b = x @ W, x @ W.T
-    return (a.sin() * b.exp()).cos() * a
+    made = {w is W: x @ w for w in ([W.T, W] if is_recomputing() else [W, W.T])}
+    return (made[True].sin() * made[False].exp()).cos() * made[True]
 
 
 def operand_of_a_late_one_cleared(x: Tensor) -> Tensor:
@@ -279,6 +278,27 @@ def test_a_predicate_is_called_once_and_again_for_a_name() -> None:
     assert asked[1:] == [f"{call} (4, 4)" for call in calls]  # not for views, nor for memory without values
 
 
+@pytest.mark.parametrize("end", [torch.exp, lambda x: grad(lambda y: (x * y).cos().sum())(x)], ids=["exp", "grad"])
+@pytest.mark.parametrize("outer, inner", [(True, False), (False, True), (True, True)])
+def test_a_predicate_of_nested_regions_may_count(outer: bool, inner: bool, end: Fn) -> None:
+    x, asked = rand(4, 4), list[Any]()
+    policy = lambda ctx, op, *args, **kwargs: bool(asked.append(op) or len(asked) % 3)
+    inside = remat(lambda x: end(x.sin().cos().tanh()).sin(), policy=policy if inner else None)
+    fn = remat(lambda x: end(inside(inside(x * 2).tanh())).sum(), policy=policy if outer else None)
+    with disable_remat():
+        expected = grad(fn)(x)
+    out, count = fn(x), len(asked)
+    assert_same((*torch.autograd.grad(out, x), grad(fn)(x)), (expected, expected))
+    assert len(asked) == 2 * count  # not in recomputes
+
+
+def test_a_verdict_is_repeated_for_the_same_operator() -> None:
+    answers = Answers([("sin", 1), ("cos", 2), ("exp", 3)])
+    assert [answers.verdict(op, lambda: 4) for op in ("sin", "exp")] == [1, 4]
+    answers.go_back(1)
+    assert [answers.verdict(op, lambda: 4) for op in ("cos", "exp", "exp")] == [2, 3, 4]
+
+
 class Interrupt(BaseException):
     """An exception that user code doesn't catch."""
 
@@ -395,9 +415,7 @@ def test_whether_a_contiguous_tensor_fills_its_storage(make: Fn) -> None:
 
 def test_hooks_may_return_a_part_of_a_larger_tensor() -> None:
     """A saved value is then at an offset, and not the whole of a storage."""
-
-    def pack(tensor: Tensor) -> Tensor:
-        return torch.cat([tensor.new_zeros(3), tensor.detach().flatten()])[3:].view(tensor.shape)
+    pack = lambda tensor: torch.cat([tensor.new_zeros(3), tensor.detach().flatten()])[3:].view(tensor.shape)
 
     def run(wrap: Fn) -> tuple:
         return gradients_under(pack, lambda tensor: tensor, wrap(lambda x: ((x @ W).T.sin() @ x).exp()), rand(4, 4))

@@ -122,10 +122,7 @@ def test_a_predicate_is_called_once(module: Any, cls: type, each: int) -> None:
     assert asked == [(cls, cls)] * (8 if again else 4)
 
 
-def is_mm(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
-    return op is MM
-
-
+is_mm = lambda ctx, op, *args, **kwargs: op is MM
 NAMED, OPS = policies.save_only_these_names("h"), policies.save_ops("aten.mm")
 NOT_SINES, IF_MM = ~policies.save_ops("aten.sin"), policies.save_if(is_mm)
 
