@@ -150,37 +150,37 @@ def recomputing(override: dict[str, Any] | None) -> within:
     )
 
 
-def first_run() -> within:
+def first_run(logs: tuple) -> within:
     """The state of the first run of a region's function."""
     # If operations are unseen, hooks around other regions call the function, so their recorders must skip it.
     filling = len(state.recordings) if state.unseen else state.filling
-    return within(own_work=False, checkpointing=True, unseen=False, filling=filling)
+    return within(own_work=False, checkpointing=True, unseen=False, filling=filling, logs=logs)
 
 
 class _flag:
-    """``within`` for one attribute, which most operations of a region need."""
+    """``within`` for one attribute, which most operations of a region need to be true."""
 
-    __slots__ = ("before", "name", "value")
+    __slots__ = ("before", "name")
 
-    def __init__(self, name: str, value: bool) -> None:
-        self.name, self.value = name, value
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def __enter__(self) -> None:
         self.before = getattr(state, self.name)
-        setattr(state, self.name, self.value)
+        setattr(state, self.name, True)
 
     def __exit__(self, *exception: Any) -> None:
         setattr(state, self.name, self.before)
 
 
-def own_work(value: bool = True) -> _flag:
-    """Within, calls are the package's own, which no `Watch` sees; with False, the user's again."""
-    return _flag("own_work", value)
+def own_work() -> _flag:
+    """Within, calls are the package's own, which no `Watch` sees."""
+    return _flag("own_work")
 
 
 def unseen() -> _flag:
     """Within, operations are the package's own, which no recorder of a region sees."""
-    return _flag("unseen", True)
+    return _flag("unseen")
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

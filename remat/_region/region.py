@@ -17,7 +17,7 @@ from .._core import private, trees
 from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.ranges import in_range
-from .._core.state import first_run, own_work, recomputing, state, within
+from .._core.state import first_run, recomputing, state, within
 from .._policy.predicates import Answers
 from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
@@ -117,7 +117,7 @@ class Region:
         logs = *state.logs, Answers(self.answers) if again else self.answers
         torch.clear_autocast_cache()  # so that all runs cast the weights that they read, and the casts are freed
         try:
-            with own_work(False) if again else first_run(), within(logs=logs), mode or _NOTHING, log or _NOTHING:
+            with within(own_work=False, logs=logs) if again else first_run(logs), mode or _NOTHING, log or _NOTHING:
                 result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
         finally:
             torch.clear_autocast_cache()

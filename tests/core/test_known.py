@@ -42,7 +42,7 @@ def test_functions_share_what_is_known_of_the_code_that_they_run(name: str) -> N
 
 
 def test_state_that_is_set_for_a_time() -> None:
-    with within(unseen=True, policies=(1,), recordings=(1, 2)), within(policies=()), first_run(), own_work():
+    with within(unseen=True, policies=(1,), recordings=(1, 2)), within(policies=()), first_run(()), own_work():
         assert (state.unseen, state.policies, state.checkpointing, state.filling) == (False, (), True, 2)
     assert (state.unseen, state.policies, state.checkpointing, state.own_work) == (False, (), False, False)
 
