@@ -134,10 +134,14 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         [(0, 262144), (8192, 131072), (16384, 0)]
         >>> g = remat.remat(f, policy=curve.at("8KiB"))
     """
-    policy, known = Budget(0, cost), Known()
-    program = Program(fn, args, kwargs)
+    policy, program = Budget(0, cost), Program(fn, args, kwargs)
+
+    def as_region() -> tuple[Known, Any]:
+        known = Known()
+        return known, program.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), program.operands())
+
     with program.preserved(), torch.enable_grad():
-        program.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), program.operands())
+        known, _ = program.differentiated(as_region)
     if not program.is_differentiated() or not known.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "

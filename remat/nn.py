@@ -128,8 +128,8 @@ def budget(
         amount: the highest allowed peak of memory that is allocated between the start of the forward and the end of the
             backward, with the gradients of parameters, without parameters, inputs, and the model's result if a variable
             holds it: a number of bytes, a string such as ``"2GiB"``, or a float in (0, 1], a fraction of the peak
-            without rematerialization, as ``"80%"`` is on a CPU. On an accelerator ``"80%"`` is that part of its free
-            memory, less what fragmentation has taken, and None is all of it.
+            predicted without rematerialization, as ``"80%"`` is on a CPU. On an accelerator ``"80%"`` is that part of
+            its free memory, less what fragmentation has taken, and None is all of it.
         args, kwargs: arguments for the model, as in training.
         where: which modules are regions, as in :func:`apply`: each saves as much as the amount allows. A chosen module
             inside another one is part of that one.
@@ -150,9 +150,9 @@ def budget(
         TypeError: there is no batch, ``model`` has no modules, ``where`` has the wrong type, or a chosen module can't
             have a region.
 
-    The plan is for arguments of these shapes. With other shapes each region saves the results of the same operations,
-    so a longer batch needs more memory. In a distributed job call this function in all processes; they use the plan of
-    the first one.
+    The plan is for ``.backward()`` and arguments of these shapes: transforms of ``torch.func`` need more memory. With
+    other shapes each region saves the results of the same operations, so a longer batch needs more memory. In a
+    distributed job call this function in all processes; they use the plan of the first one.
 
     Example:
         >>> import torch, remat.nn
@@ -250,6 +250,8 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
         ...     remat.nn.load(model, file.name).regions == plan.regions
         True
     """
+    if isinstance(model, (str, os.PathLike)):
+        raise TypeError("The model comes first, then the file: `remat.nn.load(model, path)`.")
     named = modules_of(model) or _modules_of(model)
     plan = loaded(path)
     plan.apply(named, same_size=True)
@@ -294,7 +296,9 @@ def _is_types(value: Any) -> bool:
 
 def _modules_of(model: Any) -> dict[str, torch.nn.Module]:
     if isinstance(model, type):
-        raise TypeError(f"The model comes first, then the class: `remat.nn.apply(model, {model.__name__})`.")
+        raise TypeError(
+            f"The model comes first, then the class: `remat.nn.apply(model, {model.__name__})`; `undo` takes the model."
+        )
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
     return dict(model.named_modules())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from statistics import median
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from .._region.arguments import take_apart
 from .._region.error_context import with_parameters
 from .._region.guards import COPY_LARGER_BYTES
 from .._region.hooks import drop_gradient_hooks
-from ..errors import shown
+from ..errors import RematError, shown
 from .observer import PeakMemory, gc_disabled, strided
 from .origins import ModuleNames
 
@@ -85,8 +85,13 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
 NOT_DIFFERENTIATED = (
     "Nothing was differentiated: the result depends on no tensor that requires grad, and on no floating-point argument."
 )
+_CALLS_BACKWARD = (
+    "The graph of the result was freed before its backward. If the function calls `backward` itself, let it return the "
+    "loss without that."
+)
 FROZEN = "No parameter and no argument requires grad: all floating-point arguments are differentiated."
 Named = list[tuple[str, Any]]
+T = TypeVar("T")
 
 
 class Program:
@@ -152,6 +157,13 @@ class Program:
             return False
         self.every = any(map(is_differentiable, self.tensors))
         return self.every
+
+    def differentiated(self, forward: Callable[[], T]) -> T:
+        """Return what ``forward`` returns, or returns by all arguments if it depends on nothing that requires grad."""
+        result = forward()
+        if not any(isinstance(t, torch.Tensor) and t.requires_grad for t in trees.flatten(result)[0]):
+            result = forward() if self.turns_to_arguments() else result
+        return result
 
     def operands(self) -> list[torch.Tensor]:
         """The arguments, detached from their history: leaves that a run may differentiate."""
@@ -247,7 +259,12 @@ class Program:
             for leaf in _leaves_of_graph(value):
                 leaves.setdefault(id(leaf), (shown(leaf), leaf))
             names, tensors = zip(*leaves.values())
-            gradients = torch.autograd.grad(value, tensors, allow_unused=True)
+            try:
+                gradients = torch.autograd.grad(value, tensors, allow_unused=True)
+            except RuntimeError as error:
+                if "backward through the graph a second time" not in str(error):
+                    raise
+                raise RematError(_CALLS_BACKWARD) from error
             self.has_gradients = True
         return values + [(f"gradient of {name}", gradient) for name, gradient in zip(names, gradients)]
 

@@ -64,10 +64,8 @@ class _Planner:
         self._program, self._cost, self._is_free = program, cost, only is None
         modules = (m for m in program.named_modules.values() if not isinstance(m, torch.jit.ScriptModule))
         self._modules = {id(module.__dict__): module for module in modules}.values()
-        differentiated = [tensor for tensor in program.inputs() if program.every or tensor.requires_grad]
-        trace = self._trace = Trace(differentiated, cost)
-        with disable_remat(), torch.enable_grad(), trace.of(self._modules):
-            loss = program.forward(program.fn)
+        trace, loss = program.differentiated(self._traced)
+        self._trace = trace
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             warn(NOT_DIFFERENTIATED)
         self._candidates = Candidates(trace, program.named_modules, only)
@@ -81,6 +79,13 @@ class _Planner:
             without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
         self.without = _agreed(without)  # the peak without regions
         self._measured: set[tuple] = set()  # the keys of calls that have run alone
+
+    def _traced(self) -> tuple[Trace, Any]:
+        """Trace the forward of the program without regions. Return also the loss."""
+        program = self._program
+        trace = Trace([tensor for tensor in program.inputs() if program.every or tensor.requires_grad], self._cost)
+        with disable_remat(), torch.enable_grad(), trace.of(self._modules):
+            return trace, program.forward(program.fn)
 
     def measure(self, amount: int) -> bool:
         """Run each distinct call alone, unless it would need more than the amount. Return whether it ran any."""
@@ -246,8 +251,8 @@ class _Planner:
             place, other = f"{size_text(gradients)} of it are gradients of parameters, which no region reduces", ""
         return (
             f"A training step of this model needs at least {size_text(least)} "
-            f"(about {size_text(max(least, self.without))} without remat), {choice}, but the budget is {size_text(amount)}. "
-            f"{place}. Choose {other}a budget of {least} bytes or more."
+            f"(about {size_text(max(least, self.without))} without remat), {choice}, but the budget is "
+            f"{size_text(amount)}. {place}. Choose {other}a budget of {least} bytes or more."
         )
 
 

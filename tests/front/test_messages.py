@@ -157,14 +157,10 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(layer(BIG)), "Pass the function, not its result: `remat(fn)(x)`"),
     (lambda: SAVE or None, "Combine policies by `p | q`, `p & q` and `~p`; compare with None."),
     (lambda: remat.remat(layer, early_stop=BIG), "got a tensor of shape [1000, 1000]"),
-    (lambda: remat.scan(BIG, BIG, BIG), "got a tensor of shape [1000, 1000]"),
-    (lambda: remat.sequential(BIG), "got a tensor of shape [1000]"),
     (lambda: remat.checkpoint_name("h", BIG), "got a tensor of shape [1000, 1000]. The arguments are swapped."),
-    (
-        lambda: remat.nn.apply(model(), nn.Tanh()),
-        "takes a class of modules, got a Tanh: pass its class, `type(module)`.",
-    ),
+    (lambda: remat.nn.apply(model(), nn.Tanh()), "got a Tanh: pass its class, `type(module)`."),
     (lambda: remat.nn.apply(model(), [nn.Linear] * 20), "..."),
+    (lambda: remat.nn.load("plan.json", model()), "model comes first, then the file: `remat.nn.load(model, path)`."),
     (lambda: remat.compat.checkpoint(generator, BIG, use_reentrant=False), "generator is a generator function"),
     (lambda: remat.nn.apply(nn.Sequential(Generating()), Generating), "Generating is a generator function"),
     (

@@ -131,6 +131,7 @@ def test_the_loss_of_a_result_is_differentiated() -> None:
     assert [*shapes] == [(3,)] * 3  # plain, as it is, and as a region
     with pytest.raises(TypeError, match="loss is called with the result alone: write `loss=lambda out: criterion"):
         check(torch.sin, rand(3), loss=nn.functional.mse_loss)
+    assert "calls `backward` itself" in str(check(lambda x: (y := x.sin().sum()).backward() or y, rand(3)))
     for wrong, text in ((lambda y: y, "a tensor of shape [3]"), (lambda y: 2.5, "2.5")):
         assert f"must return a tensor of one element, got {text}." in str(check(torch.sin, rand(3), loss=wrong))
 
@@ -169,6 +170,9 @@ def test_parameters_that_replace_those_of_a_module_are_differentiated() -> None:
     plain, region = remat.report(*arguments, policies=[None]).rows
     assert plain.saved_bytes == 52 and region.saved_bytes == 4  # with the result
     assert sum(row.nbytes for row in remat.saved_residuals(*arguments)) == 48  # the results of both `tanh`
+    assert remat.pareto(*arguments).points[-1].nbytes == 48
+    plans = [remat.nn.budget(fn, 9999, *args, loss=torch.sum) for fn, *args in (arguments, (net, arguments[2]))]
+    assert plans[0].peak == plans[1].peak + arguments[2].nbytes  # which has a gradient too
 
 
 class Stored:
