@@ -143,18 +143,19 @@ def overriding(**changes: Any) -> within:
     return within(override={**(state.override or {}), **changes})
 
 
-def recomputing(override: dict[str, Any] | None) -> within:
-    """The state of a recompute. Inner regions act as in the first run, under the same ``override``."""
+def recomputing(override: dict[str, Any] | None, log: Any) -> within:
+    """The state of a recompute, with one more log. Inner regions act as in the first run, by this ``override``."""
     return within(
-        recomputing=True, recomputing_here=True, checkpointing=False, disabled=False, override=override, watch=None
-    )
+        recomputing=True, recomputing_here=True, checkpointing=False, disabled=False, override=override, watch=None,
+        logs=(*state.logs, log),
+    )  # fmt: skip
 
 
-def first_run(logs: tuple) -> within:
-    """The state of the first run of a region's function."""
+def first_run(log: Any) -> within:
+    """The state of the first run of a region's function, with one more log."""
     # If operations are unseen, hooks around other regions call the function, so their recorders must skip it.
     filling = len(state.recordings) if state.unseen else state.filling
-    return within(own_work=False, checkpointing=True, unseen=False, filling=filling, logs=logs)
+    return within(own_work=False, checkpointing=True, unseen=False, filling=filling, logs=(*state.logs, log))
 
 
 class _flag:

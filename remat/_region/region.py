@@ -114,10 +114,9 @@ class Region:
         contexts, fn = self.options.contexts, self.fn
         if private.profiling():
             fn = in_range(fn, "recompute" if again else "forward")
-        logs = *state.logs, Answers(self.answers) if again else self.answers
         torch.clear_autocast_cache()  # so that all runs cast the weights that they read, and the casts are freed
         try:
-            with within(own_work=False, logs=logs) if again else first_run(logs), mode or _NOTHING, log or _NOTHING:
+            with within(own_work=False) if again else first_run(self.answers), mode or _NOTHING, log or _NOTHING:
                 result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
         finally:
             torch.clear_autocast_cache()
@@ -138,7 +137,7 @@ class Region:
         assert self.ambient is not None
         inputs = self.inputs
         try:
-            with turn(), recomputing(self.options.override), self.ambient.restored():
+            with turn(), recomputing(self.options.override, Answers(self.answers)), self.ambient.restored():
                 first_hook = RemovableHandle.next_id
                 operands, captured = inputs.again(operands)
                 kept = inputs.captured.statistics_kept(captured)
