@@ -275,8 +275,3 @@ class TracedRegion:
         with torch.fx.traceback.preserve_node_meta(), _Calls(self.policy, self.values, again) as calls:
             result = _Nodes(self.graph, calls).run(*args)
         return self.outputs.compare(result, operands) if again else self.outputs.record(result, operands)
-
-    call_again = run
-
-    def check_result(self, result: Any) -> None:
-        """Do nothing: all runs are of one graph."""

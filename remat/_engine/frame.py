@@ -235,7 +235,7 @@ class Filler(RegionHooks):
 
     def _attempt(self, whole: bool) -> bool:
         """Recompute the region once; return False if that has to be repeated in full."""
-        frame = self.frame
+        frame, region = self.frame, self.frame.region
         with own_work():
             operands = frame.operands.again()
         result = None
@@ -248,7 +248,7 @@ class Filler(RegionHooks):
         filling = len(state.recordings) if frame.open else state.filling
         try:
             with within(unseen=False, policies=policies, filling=filling):
-                result = frame.region.call_again(operands, run)
+                result = (region.call_again if region is region.root else region.run)(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
             if not self.stopped and not run.must_restart:
@@ -350,8 +350,9 @@ class Filler(RegionHooks):
     def _check_end(self, result: Any, log: Any) -> None:
         if log is not None:
             log.check_end()
-        if self.check != "none":
-            self.frame.region.check_result(result)
+        region = self.frame.region
+        if self.check != "none" and region is region.root:  # one that a transform has made compares results itself
+            region.outputs.check_tree(trees.flatten(result)[1])
 
     def mismatch(self, what: str) -> RecomputeMismatchError:
         advice = _ADVICE if self.options.debug else f"{_ADVICE} {_DEBUG}"

@@ -34,12 +34,6 @@ class Derived(ABC):
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         """Run the transformed region at the active levels, and return its new tensors."""
 
-    def call_again(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
-        return self.run(operands, run)
-
-    def check_result(self, result: Any) -> None:  # noqa: B027
-        """Do nothing: the region compares its own runs."""
-
     @property
     def uses_func(self) -> bool:
         """Whether it calls ``torch.func.vjp``, which can't run under saved-tensor hooks: a pullback at a level does."""

@@ -188,7 +188,3 @@ class Region:
         self.inputs.roll_back()
         self.ran, self.record = False, None
         self.answers.clear()
-
-    def check_result(self, result: Any) -> None:
-        """Compare the structure of a recompute's result with the first one."""
-        self.outputs.check_tree(trees.flatten(result)[1])
