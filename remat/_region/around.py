@@ -30,26 +30,24 @@ def of_region(hooks: tuple | None) -> RegionHooks | None:
     return owner if isinstance(owner, RegionHooks) else None
 
 
+def positions() -> list[tuple[Any, int]]:
+    """How far the outer regions have come: their logs and saved tensors, which can ``go_back`` to these numbers."""
+    found: list[Any] = [*state.logs]
+    region: Any = of_region(private.top_hooks(True))
+    while region is not None:
+        found.append(region)
+        region = region.around
+    return [(each, each.count) for each in found]
+
+
 class Around:
     """The saved-tensor hooks at one moment: those of an outer region, in any of its runs, the user's, or none."""
 
-    __slots__ = ("hooks", "owner", "positions", "region")
+    __slots__ = ("hooks", "region")
 
     def __init__(self) -> None:
         self.hooks = private.top_hooks(True)
-        self.owner: Any = None if self.hooks is None else getattr(self.hooks[0], "__self__", None)
-        region: Any = of_region(self.hooks)
-        self.region: RegionHooks | None = region
-        # How far outer regions have come: their logs and saved tensors, the innermost first.
-        self.positions: list[tuple[Any, Any]] = [(each, each.count) for each in state.logs]
-        while region is not None:
-            self.positions.append((region, region.count))
-            region = region.around
-
-    def undo(self) -> None:
-        """Drop all that outer regions have recorded since, because a run inside them is abandoned."""
-        for each, position in self.positions:
-            each.go_back(position)
+        self.region = of_region(self.hooks)
 
     def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else.
@@ -68,8 +66,8 @@ class Around:
     def take_captured(self, captured_inputs: Guards) -> None:
         """Pass captured tensors to the hooks, except those that stay alive."""
         if self.hooks is not None and len(captured_inputs):
-            in_region, takes_all = self.region is not None, getattr(self.owner, "takes_all", False)
+            in_region, owner = self.region is not None, getattr(self.hooks[0], "__self__", None)
             # An outer region refers to a parameter without packing it, as it has not made it.
             stay = [t.is_leaf and (t.requires_grad or not in_region) for t in captured_inputs.tensors]
-            each = [i for i, stays in enumerate(stay) if takes_all or not stays]
+            each = [i for i, stays in enumerate(stay) if not stays or getattr(owner, "takes_all", False)]
             captured_inputs.hand_over(self.hooks, each, in_region)

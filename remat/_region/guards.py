@@ -360,7 +360,7 @@ def _is_small(tensor: torch.Tensor, limit: int) -> bool:
     if tensor.layout is not torch.strided:
         return False
     size = tensor.numel()
-    if not private.is_wrapped(tensor) and not tensor.is_nested:
+    if not tensor.is_nested:
         size = max(size, span(tensor.shape, tensor.stride()))
     return size * tensor.element_size() <= (COPY_LARGER_BYTES if tensor.dim() <= 1 else limit)
 

@@ -17,7 +17,7 @@ from .._core.facts import Facts, facts_of, tensors
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
 from .._core.tensors import all_parts, as_bytes, holder, is_wrapper_call
-from .._region.around import Around
+from .._region.around import positions
 from .._region.placeholders import Placeholders, Restart
 from .._region.region import Run
 from ..errors import RecomputeMismatchError
@@ -237,7 +237,7 @@ class Recompute(Run):
         record: Record | None = self.root.record
         if record is None:
             return go(self)
-        around = Around()
+        before = positions()
         # If the region overwrites its operands, a second attempt would get operands that the first has changed.
         changes = not record.program.overwritten.isdisjoint(record.inputs[: len(all_parts([*operands]))])
         plan = record.plan() if self.root.options.may_skip and not changes else None
@@ -250,5 +250,6 @@ class Recompute(Run):
         except (Restart, Exception):
             if not attempt.must_restart:
                 raise
-        around.undo()
+        for each, position in before:  # outer regions forget the abandoned attempt
+            each.go_back(position)
         return go(Attempt(record, log=self.log))

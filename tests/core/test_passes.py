@@ -31,10 +31,6 @@ def grad(out: Tensor, x: Tensor, **options: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out.sum(), x, **options)
 
 
-def deep(x: Tensor) -> Tensor:
-    return x.sin().exp().sin()
-
-
 def gradients(fn: Callable, x: Tensor) -> tuple[Any, ...]:
     return tuple(grad(out, x, retain_graph=True) for out in fn(x))
 
@@ -86,7 +82,7 @@ def test_a_pass_in_no_group_or_in_another_one_recomputes(module: Any) -> None:
 @both
 @pytest.mark.parametrize("retain", [False, True])
 def test_passes_that_overlap_are_an_error(module: Any, retain: bool) -> None:
-    x = rand(3)
+    x, deep = rand(3), lambda x: x.sin().exp().sin()
     out = module.checkpoint(deep, x, use_reentrant=False)
     with module.GraphExecGroup():
         grad(out, x, retain_graph=True)

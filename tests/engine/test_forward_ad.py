@@ -164,6 +164,9 @@ def test_one_recompute_which_stops_early() -> None:
     assert runs.count == 2
     products = [count_ops(hessian_vector_product, fn, *tensors())["aten.mm"] for fn in regions]
     assert products[0] < products[1] <= products[2] + 9
+    level = lambda x: fwAD.dual_level()(lambda: pair(fwAD.make_dual(x.sin(), x.cos()))[1].exp().sin())()
+    x, _, _ = tensors()
+    assert_same(*(torch.autograd.grad(f(x).sum(), x) for f in (remat(level), level)))  # a level inside
 
 
 def test_a_chain_saves_one_primal_and_one_tangent_for_each_region() -> None:
