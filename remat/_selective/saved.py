@@ -243,6 +243,8 @@ class SavedValues:
         if value in self._owned:
             self._owned[value].before_writing()
         if value in self.candidates or (reads_it and value in self.allowed):
+            if isinstance(tensor, Placeholder):  # skipped by the recompute of an enclosing region
+                tensor.check()
             with unseen():
                 self.candidates[value] = as_bytes(tensor).clone()
 

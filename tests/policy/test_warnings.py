@@ -22,6 +22,8 @@ from remat.nn import apply
 NEVER, EXP = policies.save_ops("aten.bmm"), policies.save_ops("aten.exp")
 HIDDEN = policies.save_only_these_names("hidden")
 UNMATCHED, UNNAMED = "matched none of the operators that were executed", "mentions the name"
+backward = lambda fn, *args: lambda: fn(*args).sum().backward()
+here = lambda: sys._getframe(1).f_lineno  # the line number of the caller
 
 
 def said(call: Callable[[], Any], text: str = UNMATCHED) -> list[warnings.WarningMessage]:
@@ -37,15 +39,6 @@ def new() -> Callable[[Tensor], Tensor]:
     scope: dict[str, Any] = {"name": checkpoint_name}
     exec("def new(x):\n    return name(x.sin(), 'h').exp().sin()", scope)
     return scope["new"]
-
-
-def backward(fn: Callable, *args: Any) -> Callable[[], None]:
-    return lambda: fn(*args).sum().backward()
-
-
-def here() -> int:
-    """The line number of the caller."""
-    return sys._getframe(1).f_lineno
 
 
 def test_the_first_backward_warns_once_at_the_line_that_called_the_region() -> None:

@@ -433,6 +433,14 @@ def test_a_written_tensor_may_have_less_memory_in_the_recompute() -> None:
     assert_same(run(remat(policy=EVERYTHING)), run(lambda fn: fn))
 
 
+def test_an_inner_region_saves_a_value_that_a_restored_operation_overwrites() -> None:
+    inside = remat(lambda x: (h := (x @ W).add_(x.sin()), h.sin()), policy=MATMULS)
+    fn = remat(lambda x: named((pair := inside(x.cos()))[0]).cos() * pair[1], policy=POLICIES["names"])
+    with disable_remat():
+        expected = gradients(fn)
+    assert_same(gradients(fn), expected)
+
+
 def test_constants_of_another_kind_are_another_operation() -> None:
     """Equal in Python, but not in torch: a recompute must not take one for the other."""
 
