@@ -1,4 +1,4 @@
-"""Pictures: ``python docs/pictures.py`` writes docs/hvp.svg, docs/timeline.svg and docs/how-to/report.svg."""
+"""``PYTHONPATH=. python docs/pictures.py`` draws docs/hvp.svg, docs/timeline.svg and docs/how-to/report.svg."""
 
 from __future__ import annotations
 

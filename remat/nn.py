@@ -11,6 +11,7 @@ import torch
 
 from ._core import trees
 from ._core.lines import accepts, warn
+from ._core.private import FakeTensor
 from ._measure.program import FROZEN, Program, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
@@ -18,7 +19,7 @@ from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, PolicyLike
 from ._region.options import DeterminismCheck, Options, checked_options
-from .errors import shown
+from .errors import RematError, shown
 
 __all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget", "every", "load", "undo"]
 
@@ -144,7 +145,7 @@ def budget(
 
     Raises:
         RematError: the model needs more memory with any choice; the message names the least amount, and what needs it.
-            Or its library's own activation checkpointing is on. Nothing is changed then.
+            Or its library's own activation checkpointing is on, or a tensor has no data. Nothing is changed then.
         PolicyError: ``amount`` or ``cost`` is invalid.
         ValueError: ``where`` chooses none of the submodules.
         TypeError: there is no batch, ``model`` has no modules, ``where`` has the wrong type, or a chosen module can't
@@ -177,6 +178,8 @@ def budget(
         )
     loss = loss or _sum
     program = Program(model, args, kwargs, loss=loss)
+    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in program.inputs()):
+        raise RematError("A plan measures allocations, and a tensor here has no data: `remat.report` needs none.")
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")
     if program.is_frozen and program.is_differentiated():
@@ -261,7 +264,8 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
 def undo(model: F) -> F:
     """Undo :func:`apply` and :func:`budget`: the calls of all modules of a model, or function, are plain again.
 
-    Returns the model. Raises ``TypeError`` if it has no modules.
+    A module that :func:`remat.remat` has returned is another one, and stays a region. Returns the model. Raises
+    ``TypeError`` if it has no modules.
     """
     for module in (modules_of(model) or _modules_of(model)).values():
         change_back(module)

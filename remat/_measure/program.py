@@ -70,7 +70,9 @@ class Overwritten(PeakMemory):
 
 
 def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
-    has_memory = is_plain(tensor) and is_dense(tensor) and not private.is_wrapped(tensor)  # under a transform
+    # Neither fake nor under a transform.
+    has_memory = is_plain(tensor) and is_dense(tensor) and not private.is_wrapped(tensor)
+    has_memory &= not isinstance(tensor, private.FakeTensor)
     is_elsewhere = has_memory and tensor.data_ptr() != alias.data_ptr()
     if tensor.shape != alias.shape or is_elsewhere:
         tensor.data = alias

@@ -57,8 +57,8 @@ def checkpoint_wrapper(module: M, offload_to_cpu: bool = False, policy: PolicyLi
     if others or not isinstance(offload_to_cpu, bool):
         raise TypeError(
             f"checkpoint_wrapper takes the module, offload_to_cpu and policy, not "
-            f"{', '.join(others) or shown(offload_to_cpu)}. Leave out `checkpoint_impl`; `remat.nn.apply` takes the "
-            f"options of `remat.remat`."
+            f"{', '.join(others) or shown(offload_to_cpu)}. Leave out `checkpoint_impl` and `checkpoint_fn`; "
+            f"`remat.nn.apply` takes the options of `remat.remat`."
         )
     options = checked_options(policy)
     check_module(module)

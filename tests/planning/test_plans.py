@@ -309,6 +309,8 @@ def test_a_function_that_calls_modules() -> None:
     assert {region.name.split(".")[0] for region in plan.regions} == {"model"}
     with pytest.raises(TypeError, match="no modules that could be regions"):
         remat.nn.budget(torch.sin, 0.5, X)
+    with pytest.raises(remat.RematError, match="a tensor here has no data"):
+        remat.nn.budget(nn.Linear(4, 4, device="meta"), 99, torch.ones(4, 4, device="meta"))
 
 
 @pytest.mark.parametrize("mixed", [False, True])
