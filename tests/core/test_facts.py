@@ -65,3 +65,4 @@ def test_dropout_of_attention_draws_by_position_and_by_name() -> None:
     draws = Facts(aten._scaled_dot_product_flash_attention.default)  # of a device
     assert draws.draws((Q, Q, Q, 0.5), {}) and draws.draws((Q, Q, Q), {"dropout_p": 0.5})
     assert not draws.draws((Q, Q, Q, 0.0), {}) and not draws.draws((Q, Q, Q), {"scale": 0.5})
+    assert not Facts(aten._scaled_dot_product_flash_attention_backward.default).draws((), {"dropout_p": 0.5})
