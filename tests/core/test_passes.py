@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from benchmarks.measure import PeakMemory, gc_disabled
-from remat import policies
+from remat import RematError, policies
 from remat import remat as transform
 from remat._core.passes import nearest_engine_call
 from remat._core.private import engine_call, gradient_hooks
@@ -46,7 +46,9 @@ def test_one_recompute_for_two_passes(module: Any, retain: bool) -> None:
     assert_same(found, gradients(two, x))
     first, second = transform(runs)(x)
     with torch.utils.checkpoint.GraphExecGroup():
-        found = grad(first, x, retain_graph=True), grad(second, x)
+        found = grad(first, x, retain_graph=True), grad(second, x, retain_graph=True)
+        with pytest.raises(RematError, match="need the same value"):
+            grad(second, x)
     assert_same(found, gradients(two, x))
     assert runs.count == 4
 

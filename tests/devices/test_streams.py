@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from remat import policies, remat
 from remat._core import host_memory
+from remat.compat import checkpoint_wrapper
 
 pytestmark = pytest.mark.cuda
 SINES = policies.offload(policies.save_ops("aten.sin"))
@@ -49,6 +50,15 @@ def test_a_copy_to_the_host_has_the_value_before_a_change(change: str, with_a_gr
     found = torch.autograd.grad(outs[-1].sum(), x)[0]
     LEFT.clear()
     assert_same(found, torch.autograd.grad(fn(x)[-1].sum(), x)[0])
+
+
+def test_an_offloaded_input_has_the_value_before_a_change() -> None:
+    layer, x = checkpoint_wrapper(nn.Tanh(), offload_to_cpu=True), leaf(64, 64)
+    with backend.stream(host_memory._side(x.device).out):
+        backend._sleep(LONG)
+    out = layer(h := x * 1)
+    h.detach().zero_()
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(x.tanh().sum(), x))
 
 
 def test_nothing_waits_for_copies_of_unchanged_values(monkeypatch: pytest.MonkeyPatch) -> None:
