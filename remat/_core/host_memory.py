@@ -46,17 +46,16 @@ def has_streams(device: torch.device) -> bool:
 class Offloaded:
     """One saved tensor in host memory, with its value at the time when this object is made.
 
-    The tensor is not copied, and ``get`` returns the tensor itself, if it is in host memory already or is not a plain
-    strided tensor: sparse, quantized, of a subclass or a level of ``torch.func``. ``nbytes`` is its size on the host.
+    The tensor is not copied, and ``get`` returns the tensor itself, if it is not a plain strided tensor: sparse,
+    quantized, of a subclass or a level of ``torch.func``.
     """
 
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self.nbytes = tensor.numel() * tensor.element_size()
         self._arrival: _Arrival | None = None
         self._copied: torch.Event | None = None
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        is_copied = plain and not (tensor.is_quantized or private.is_wrapped(tensor) or in_host_memory(tensor))
+        is_copied = plain and not (tensor.is_quantized or private.is_wrapped(tensor))
         self._itself = None if is_copied else tensor
         if self._itself is not None:
             return
@@ -66,7 +65,6 @@ class Offloaded:
                 source = source.clone()
             self._stride = source.stride()
             self._host, self._copied = _to_host(memory(source))
-        self.nbytes = self._host.nbytes
         self.group = Group() if group is None else group
         self.group.members.append(weakref.ref(self))
 

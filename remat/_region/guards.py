@@ -235,9 +235,8 @@ class Guards(list[Guard]):
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
         hooks = functools.partial(Offloaded, group=Group()), Offloaded.get
-        parameters = [guard.requires_grad and guard.tensor.is_leaf for guard in self]
-        far = [host_memory.in_host_memory(tensor) for tensor in self.tensors]
-        self.hand_over(hooks, [i for i in range(len(self)) if not (parameters[i] or far[i])])
+        stay = [host_memory.in_host_memory(t) or (t.requires_grad and t.is_leaf) for t in self.tensors]
+        self.hand_over(hooks, [i for i, stays in enumerate(stay) if not stays])
 
     def close(self) -> list[torch.Tensor]:
         """End the first run, and return the tensors that the region has changed and that were copied before."""
