@@ -63,6 +63,7 @@ class OpLog(DispatchMode):
         del self.entries[count:]
 
     def __enter__(self) -> OpLog:
+        self.entries.clear()  # of an attempt that was abandoned
         state.logs = *state.logs, self
         return super().__enter__()
 
