@@ -90,11 +90,17 @@ class Item:
     operators: tuple[str, ...] = ()
 
     @property
+    def may_begin_region(self) -> bool:
+        """Whether a region may begin with it: it leaves its arguments as they are."""
+        return self.call is None or not self.call.overwrites
+
+    @property
     def signature(self) -> tuple:
         """Equal for items that the search can't tell apart."""
         numbers = self.keep, self.gradients, self.waiting, self.beside, self.held, self.given
         place = (id(self.call.container), self.call.index) if self.call and self.call.container else None
-        return self.key, numbers, place and True, tuple(self.options), tuple(item.signature for item in self.items)
+        inside = tuple(item.signature for item in self.items)
+        return self.key, numbers, place and True, self.may_begin_region, tuple(self.options), inside
 
     def follows(self, other: Item) -> bool:
         """Whether a ``Sequential`` calls it just after another one, with the other's result."""

@@ -76,6 +76,16 @@ def parameters_of(named: Mapping[str, nn.Module]) -> int:
     return sum({p: p.numel() for module in named.values() for p in module.parameters(recurse=False)}.values())
 
 
+def no_regions(passed_over: Mapping[str, str]) -> list[str]:
+    """One line for each reason why modules can't be regions."""
+    lines = []
+    for reason in dict.fromkeys(passed_over.values()):
+        names = [name for name, other in passed_over.items() if other == reason]
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        lines.append(f"not a region: {names[0]}{more}: {reason}")
+    return lines
+
+
 def options_of(regions: Sequence[RegionPlan], cost: Any) -> dict[str, Options]:
     """Return the options of the modules that are regions, or some of whose modules are, by name."""
     found: dict[str, Options] = {}
@@ -134,10 +144,7 @@ class Plan:
             if rows
             else ["no regions are needed"]
         )
-        for reason in dict.fromkeys(self.passed_over.values()):
-            names = [name for name, other in self.passed_over.items() if other == reason]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            lines.append(f"not a region: {names[0]}{more}: {reason}")
+        lines += no_regions(self.passed_over)
         above = round(100 * (self.total / self.bound - 1)) if self.bound else 0
         least = f", {above}% more than the best plan by prediction, which did not fit" if above > 0 else ""
         about = "about " if self.regions else ""  # as predicted

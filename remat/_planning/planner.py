@@ -25,7 +25,7 @@ from ..errors import PolicyError, RematError
 from .candidates import Candidates
 from .items import Item, Option, chain_of
 from .measure import Measuring
-from .plan import Plan, RegionPlan, options_of, parameters_of
+from .plan import Plan, RegionPlan, no_regions, options_of, parameters_of
 from .solver import List, Solver
 from .trace import Trace, hooked
 
@@ -210,7 +210,7 @@ class _Planner:
         kind = type(module).__name__
         if option is None:
             works = [call.work for call in calls]
-            if not calls[-1].can_be_region:  # its recompute ends at the last value that the last call saves
+            if not has_regions and calls[-1].plain:  # its recompute ends at the last value that the last call saves
                 works[-1] = calls[-1].plain[0].ends
             cost, flops = (sum(each) for each in zip(*works))
             return RegionPlan(name, kind, children, has_regions, 0, cost, int(flops), (), ())
@@ -253,6 +253,7 @@ class _Planner:
             f"A training step of this model needs at least {size_text(least)} "
             f"(about {size_text(max(least, self.without))} without remat), {choice}, but the budget is "
             f"{size_text(amount)}. {place}. Choose {other}a budget of {least} bytes or more."
+            + "".join(f"\n{line}" for line in no_regions(self._candidates.passed_over))
         )
 
 

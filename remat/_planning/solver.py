@@ -141,9 +141,11 @@ class Solver:
             way = torch.full_like(plans.peak, len(items.ways))
             items.ways.append(Way(None, None, None, opened))
             found.append((*plans[:3], way, torch.zeros_like(way), torch.arange(len(way))))
-            found.append(self._region(items, Region((item,)), rest))
+            if item.may_begin_region:
+                found.append(self._region(items, Region((item,)), rest))
         calls, after = [item], rest
-        while not items.is_row and after.item is not None and after.rest is not None and after.item.follows(calls[-1]):
+        in_row = item.may_begin_region and not items.is_row
+        while in_row and after.item is not None and after.rest is not None and after.item.follows(calls[-1]):
             calls.append(after.item)
             after = after.rest
             if len(calls) <= self._longest_row:

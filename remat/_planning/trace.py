@@ -67,6 +67,7 @@ class Call:
         self.container: nn.Module | None = None  # a `Sequential` that calls this and the next modules in its own loop
         self.index = 0  # its place in there
         self.is_differentiated = False
+        self.overwrites = False  # an argument: no region can begin with it
 
 
 class Trace(PeakMemory):
@@ -114,6 +115,9 @@ class Trace(PeakMemory):
                     memory.before_last, memory.last = memory.last, now
                 operation.reads.append(memory)
         has_gradient &= torch.is_grad_enabled() and not facts_of(func).reads_nothing
+        for storage, _ in strided(facts_of(func).written(args, kwargs)):
+            for call in self._calls:
+                call.overwrites |= self._alive.get(id(storage)) in call.given
         super().after(func, args, kwargs, result)
         for storage, tensor in strided(result):
             if (memory := self._alive.get(id(storage))) is not None:

@@ -313,6 +313,14 @@ def test_a_function_that_calls_modules() -> None:
         remat.nn.budget(nn.Linear(4, 4, device="meta"), 99, torch.ones(4, 4, device="meta"))
 
 
+def test_no_region_begins_with_a_module_that_overwrites_its_argument() -> None:
+    block = lambda: nn.Sequential(nn.ReLU(inplace=True), nn.Linear(64, 256), nn.ReLU(inplace=True), nn.Linear(256, 64))
+    model, x = nn.Sequential(nn.Linear(64, 64), *(block() for _ in range(6))), torch.randn(512, 64)
+    assert fitted(model, 0.8, x, squared, off=0.2).passed_over.keys() == {f"{i}" for i in range(1, 7)}
+    with pytest.raises(remat.RematError, match=r"\nnot a region: 1 and 5 more: argument input .* was changed in place"):
+        remat.nn.budget(model, 2000, x, loss=squared)
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_frozen_parts_and_mixed_precision(mixed: bool) -> None:
     model, x, loss = made("a list of blocks")
