@@ -94,6 +94,7 @@ def scan(
             handled as in a region of :func:`remat.remat`.
         carry: the first carry, any pytree of tensors.
         xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. If None, steps get None.
+            A list of one tensor for each step must be stacked: ``torch.stack(xs)``.
         length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once on
             zeros, to find the shapes of ``y``, and what it changes is restored.
         reverse: run the steps from the last entries of ``xs`` to the first. The ``y`` are stacked in the order of

@@ -34,10 +34,12 @@ def is_sequence(module: Any) -> bool:
 
 def segmented(module: nn.Sequential, options: Options) -> Any:
     """Return a forward with a region around each range of modules that the options name."""
-    return partial(_called, tuple(module), options.segments, (0, len(module)), replace(options, segments=()))
+    return partial(modules_in_row, tuple(module), options.segments, (0, len(module)), replace(options, segments=()))
 
 
-def _called(modules: Sequence[nn.Module], segments: Sequence[Range], part: Range, options: Options, input: Any) -> Any:
+def modules_in_row(
+    modules: Sequence[nn.Module], segments: Sequence[Range], part: Range, options: Options, input: Any
+) -> Any:
     """Call a part of the modules, one after another. Ranges may be inside of one another."""
     at, end = part
     while at < end:
@@ -46,7 +48,7 @@ def _called(modules: Sequence[nn.Module], segments: Sequence[Range], part: Range
             input, at = modules[at](input), at + 1
         else:
             longest = starting[-1]
-            called = partial(_called, modules, [each for each in segments if each != longest], longest, options)
+            called = partial(modules_in_row, modules, [each for each in segments if each != longest], longest, options)
             input, at = Remat(called, options, Known())(input), longest[1]
     return input
 

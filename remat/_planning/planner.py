@@ -106,6 +106,8 @@ class _Planner:
                 item.operators = measured.tradeoff.operators
                 item.regions = measured.options(item, self._candidates.is_shared(item.call))
             elif item.key in measuring.failures:
+                if not self._is_free:
+                    raise TypeError(f"{self._name(item)!r} can't be a region: {measuring.failures[item.key]}")
                 self._candidates.passed_over[self._name(item)] = measuring.failures[item.key]
         return bool(items)
 

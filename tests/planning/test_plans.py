@@ -319,6 +319,8 @@ def test_no_region_begins_with_a_module_that_overwrites_its_argument() -> None:
     assert fitted(model, 0.8, x, squared, off=0.2).passed_over.keys() == {f"{i}" for i in range(1, 7)}
     with pytest.raises(remat.RematError, match=r"\nnot a region: 1 and 5 more: argument input .* was changed in place"):
         remat.nn.budget(model, 2000, x, loss=squared)
+    with pytest.raises(TypeError, match=r"^'1' can't be a region: argument input requires grad and was changed"):
+        remat.nn.budget(model, 0.8, x, where=lambda name, _: name == "1", loss=squared)
 
 
 @pytest.mark.parametrize("mixed", [False, True])

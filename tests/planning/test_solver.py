@@ -23,7 +23,8 @@ def item(numbers: random.Random, index: int, container: Any, depth: int = 0) -> 
 
     call: Any = None
     if numbers.random() < 0.8:
-        call = SimpleNamespace(container=container if numbers.random() < 0.8 else None, index=index)
+        container, overwrites = container if numbers.random() < 0.8 else None, numbers.random() < 0.2
+        call = SimpleNamespace(container=container, index=index, overwrites=overwrites)
     found = Item(call, 0, 0, key=(index, depth, numbers.random()))
     found.keep, found.gradients, found.waiting, found.held, found.given = some(), some(5), some(5), some(4), some(5)
     found.work, found.bare = Work(some() + 1, 0), some() + found.given
@@ -53,10 +54,10 @@ def plans(items: Sequence[Item], in_row: bool = False) -> Iterator[list[Entry]]:
         yield from ([([first], option), *plan] for plan in plans(rest, in_row))
     if first.items:
         yield from plans([*first.items, *rest], in_row)
-        for inner in plans(first.items):
+        for inner in plans(first.items) if first.may_begin_region else ():
             yield from ([([first], inner), *plan] for plan in plans(rest, in_row))
     n = 1
-    while not in_row and n < len(items) and items[n].follows(items[n - 1]):
+    while first.may_begin_region and not in_row and n < len(items) and items[n].follows(items[n - 1]):
         n += 1
         for inner in plans(items[:n], in_row=True):
             yield from ([(list(items[:n]), inner), *plan] for plan in plans(items[n:]))
