@@ -95,8 +95,8 @@ def scan(
         carry: the first carry, any pytree of tensors.
         xs: a pytree of tensors of shape ``[length, ...]``: a step gets one entry of each. If None, steps get None.
             A list of one tensor for each step must be stacked: ``torch.stack(xs)``.
-        length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once on
-            zeros, to find the shapes of ``y``, and what it changes is restored.
+        length: the number of steps; optional if ``xs`` has tensors. Without steps, ``step`` is called once, with
+            zeros for ``x``, to find the shapes of ``y``, and what it changes is restored.
         reverse: run the steps from the last entries of ``xs`` to the first. The ``y`` are stacked in the order of
             ``xs``: that of the first step comes last.
         checkpoints: the maximum number of saved carries, without the first one, which is an input. An int, a string
