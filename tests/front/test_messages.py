@@ -226,16 +226,13 @@ def test_errors_have_their_public_names() -> None:
     assert traceback.format_exception_only(raised.value)[-1].startswith("remat.PolicyError: A policy is one of")
 
 
-def test_the_names_of_jax_and_the_options() -> None:
+def test_the_names_of_jax_and_torch_and_the_options() -> None:
     assert remat.checkpoint is remat.remat
+    assert repr(remat.remat(torch.sin, determinism_check="default")) == repr(remat.remat(torch.sin))
     expected = ["fn", "policy", "preserve_rng_state", "determinism_check", "early_stop", "debug"]
     assert [*inspect.signature(remat.remat).parameters] == expected
     constants = (value for name, value in vars(policies).items() if name in policies.__all__ and not callable(value))
     assert all(value.__doc__ != type(value).__doc__ for value in constants)  # presets have their own help
-
-
-def test_torchs_name_of_the_default_check() -> None:
-    assert repr(remat.remat(torch.sin, determinism_check="default")) == repr(remat.remat(torch.sin))
 
 
 @pytest.mark.parametrize(

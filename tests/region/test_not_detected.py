@@ -27,7 +27,7 @@ from remat import RecomputeMismatchError, override, remat
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "what_remat_cant_detect.md"
 NUMBER, CAPTURED = 2.0, torch.tensor(2.0, dtype=torch.float64)
 IMPORTED, CONTEXT, MEMBERS = ModuleType("remat_test_imported"), ContextVar("k", default=2.0), {2.0}
-CAPTURED.k = IMPORTED.k = 2.0
+CAPTURED.k, IMPORTED.k, GET = 2.0, 2.0, (TABLE := {"k": 2.0}).get
 
 
 class Holder:
@@ -89,6 +89,9 @@ ROWS: dict[str, list[Program]] = {
         later(lambda x: of(x, IMPORTED.k), attribute(IMPORTED, "k")),
         later(lambda x: of(x, CONTEXT.get()), partial(written, CONTEXT.set)),
         later(lambda x: of(x, sum(MEMBERS)), partial(written, lambda value: (MEMBERS.clear(), MEMBERS.add(value)))),
+    ],
+    "a list or dict of which the function has only a bound method, such as `get = table.get`": [
+        later(lambda x: of(x, GET("k")), item(TABLE, "k")),
     ],
     "globals of a function that the region calls through an object, a class or an imported module, as in `other.method(x)` or `utils.helper(x)`; methods that `forward` calls on `self` are covered, but not what these call": [  # noqa: E501
         later(HOLDER.calls_another, item(GLOBALS, "NUMBER")),
