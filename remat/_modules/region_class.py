@@ -86,6 +86,17 @@ class _Forward:
             raise AttributeError("forward")
 
 
+class _Compiled:
+    """What ``module.compile()`` sets: of two modules that share one ``__dict__``, it is for that which was compiled."""
+
+    def __get__(self, module: Any, cls: Any = None) -> Any:
+        compiled = module and module.__dict__.get("_compiled_call_impl")
+        return compiled if getattr(getattr(compiled, "__wrapped__", None), "__self__", None) is module else None
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__["_compiled_call_impl"] = value
+
+
 class _Region:
     """The first base of the classes that are made here. The second base is the module's own class."""
 
@@ -93,6 +104,7 @@ class _Region:
     _remat_own: type
     _remat_regions: Regions
     _remat_forward: Callable
+    _compiled_call_impl = _Compiled()
     forward = _Forward()  # in a base, because Dynamo doesn't call a descriptor in the module's class itself
 
     def __init_subclass__(cls) -> None:

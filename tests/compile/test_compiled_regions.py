@@ -74,6 +74,9 @@ def test_a_region_around_a_compiled_function(module: bool) -> None:
     f = remat.remat(torch.compile(layer, backend="aot_eager"))
     for _ in range(2):
         torch.testing.assert_close(value_and_grad(f, given()), value_and_grad(layer, given()))
+    if isinstance(layer, nn.Module):
+        layer.compile(backend="aot_eager")  # the region is another module
+        assert remat.saved_residuals(layer, given()) and not remat.saved_residuals(remat.remat(layer), given())
 
 
 def smooth(x: Tensor) -> Tensor:
