@@ -182,13 +182,18 @@ def recorder_for(region: Any) -> Recorder | None:
         own, known = own if own.chosen and not outer else as_policy(None), Known()
     policy = within(outer[-1] if outer else None, own)
     tensors = *region.inputs.operands(), *region.inputs.captured.tensors
-    if policy.saves_nothing or FakeTensor in map(type, tensors):
+    if policy.saves_nothing:
+        return None
+    if FakeTensor in map(type, tensors):
+        if known.is_new_warning(FAKE):
+            warn(FAKE)
         return None
     if in_region and not outer and not isinstance(own, Budget) and known.is_new_warning(INSIDE):
         warn(INSIDE)
     return Recorder(Recording(policy, known, own, region.options.warned))
 
 
+FAKE = "Under FakeTensorMode a policy saves nothing. On the device 'meta' it does: `with torch.device('meta')`."
 INSIDE = (
     "A region with a policy is inside of a region without one, which saves only its own inputs. So its forward saves "
     "nothing; its policy applies only when the outer region is recomputed. Give the policy to the outer region: "
