@@ -12,7 +12,7 @@ from ._core.amounts import aligned, flops_text, number_text, size_text
 from ._core.known import Known
 from ._function import call
 from ._measure.costs import plot_choices
-from ._measure.program import Program
+from ._measure.program import Program, check_surroundings
 from ._policy.policy import Budget, Chosen
 from ._region.options import Options
 from ._selective.search import UNITS
@@ -116,7 +116,8 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         policy.
 
     Raises:
-        RematError: nothing in ``fn`` is differentiated, or :func:`remat.disable_remat` is active.
+        RematError: nothing in ``fn`` is differentiated, or :func:`remat.override` or ``disable_remat`` is active.
+        RuntimeError: called under a ``torch.func`` transform or ``torch.inference_mode``.
         PolicyError: ``cost`` is none of these.
 
     Example:
@@ -134,6 +135,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         [(0, 262144), (8192, 131072), (16384, 0)]
         >>> g = remat.remat(f, policy=curve.at("8KiB"))
     """
+    check_surroundings("remat.pareto", "Call it before, for the function without the transform.")
     policy, program = Budget(0, cost), Program(fn, args, kwargs)
 
     def as_region() -> tuple[Known, Any]:
@@ -145,7 +147,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     if not program.is_differentiated() or not known.choices.get(policy):
         raise RematError(
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
-            "captured tensors, or remat is disabled here."
+            "captured tensors, or they have no data (FakeTensorMode)."
         )
     found = known.choices[policy][-1][0]
     names = [f"{name} at {found.lines.get(i)}" for i, name in enumerate(found.operators)]

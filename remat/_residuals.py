@@ -11,11 +11,11 @@ from typing import Any, TextIO
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ._core import private, trees
+from ._core import trees
 from ._core.state import alias
 from ._core.tensors import holder, parts
 from ._measure.origins import Kind, Origins, SavedResidual, listing
-from ._measure.program import Program
+from ._measure.program import Program, check_surroundings
 from ._region.hooks import check_hooks_are_allowed, hooks_allowed, is_hooks_refusal
 
 __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
@@ -39,7 +39,8 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
         or ``vjp`` itself, all differentiated inputs are listed.
 
     Raises:
-        RuntimeError: called under a ``torch.func`` transform. Pass the transformed function instead.
+        RuntimeError: called under ``torch.inference_mode``, or under a ``torch.func`` transform: pass the transformed
+            function instead.
         RematError: called where saved-tensor hooks are disabled.
 
     Example:
@@ -57,11 +58,8 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
 
     Modeled on ``jax.ad_checkpoint.saved_residuals``.
     """
-    if private.transforms_active():
-        raise RuntimeError(
-            "saved_residuals can't be called under a torch.func transform. Pass it the transformed function: "
-            "`saved_residuals(torch.func.grad(fn), x)`."
-        )
+    instead = "Pass it the transformed function: `saved_residuals(torch.func.grad(fn), x)`."
+    check_surroundings("saved_residuals", instead, with_policies=False)
     check_hooks_are_allowed()
     try:
         rows = Listing(fn, args, kwargs).run(under_hooks=True)
@@ -120,8 +118,9 @@ class Listing:
                 leaves = trees.flatten(self.program.call(self.program.fn, operands))[0]
                 followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
                 graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
+                others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]  # may be objects with tensors
                 del leaves, followed
-            if not graph and self.program.turns_to_arguments():
+            if not graph and not any(ref() for ref in self.saved) and self.program.turns_to_arguments():
                 return self.run(under_hooks)
             if under_hooks:
                 found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
@@ -135,7 +134,7 @@ class Listing:
             rows = [known.get(id(holder(t))) or origins.row(holder(t)) or _unmade("constant", None, t) for t in found]
             if not under_hooks:
                 rows += origins.alive()
-            del graph
+            del graph, others
         return rows
 
     def pack(self, tensor: torch.Tensor) -> _Saved:

@@ -12,12 +12,11 @@ from typing import Any
 import torch
 
 from . import policies as policies_
-from ._core import private
 from ._core.devices import accelerators_of
 from ._core.state import disable_remat, overriding
 from ._measure.comparison import CheckResult, Difference, checked
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
-from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, Way, relative_times
+from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, Way, check_surroundings, relative_times
 from ._modules.region_class import regions, regions_of
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, Policy, PolicyLike, as_policy
@@ -62,7 +61,10 @@ def check(
         A result that is true if both runs agree. Its text names what differs, or the error of a run.
 
     Raises:
-        RuntimeError: called under a ``torch.func`` transform. Pass the transform as ``transform``.
+        RuntimeError: called under a ``torch.func`` transform, which can be passed as ``transform``, or under
+            ``torch.inference_mode``.
+        RematError: FSDP wraps a module already, a tensor has no data (a report needs none without ``time``), or
+            :func:`remat.override` or ``disable_remat`` replaces the policies.
         PolicyError: ``policy`` is not a policy.
         TypeError: ``fn`` can't be a region, or ``where`` has the wrong type.
         ValueError: ``where`` selects no module.
@@ -77,10 +79,12 @@ def check(
         >>> remat.check(f, w, x, transform=torch.func.grad).ok
         True
     """
-    _check_no_transforms("check")
+    _check_surroundings("remat.check")
     if _are_policies(kwargs.get("policies")):
         raise TypeError("remat.check takes one policy: `policy=...`. remat.report compares several.")
     program = Program(fn, args, kwargs, transform, loss)
+    program.check_is_whole("remat.check")
+    program.check_has_data("A check compares values")
     way = _with_regions(program, policy, where, Warned(), determinism_check="values")
     ways = [way]
     if policy is None and where is None:
@@ -134,7 +138,7 @@ def report(
         >>> report.pareto  # with a single region, the peak is that of the plain program, so no policy is better
         []
     """
-    _check_no_transforms("report")
+    _check_surroundings("remat.report")
     if isinstance(kwargs.get("policy"), Policy):
         raise TypeError("remat.report takes a list of policies: `policies=[...]`. remat.check takes one.")
     program = Program(fn, args, kwargs, transform, loss)
@@ -144,6 +148,8 @@ def report(
         raise TypeError(
             f"time must be True or False, got {shown(time)}. If it is an argument of fn, wrap fn in a lambda."
         )
+    if time:
+        program.check_has_data("time=True measures steps")
     asked = [_asked(policy) for policy in (_USUAL if policies is None else policies)]
     if transform is not None and (plans := [policy for policy in asked if isinstance(policy, str)]):
         raise TypeError(
@@ -249,12 +255,8 @@ def _are_policies(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and any(each is None or isinstance(each, (Policy, str)) for each in value)
 
 
-def _check_no_transforms(name: str) -> None:
-    if private.transforms_active():
-        raise RuntimeError(
-            f"remat.{name} can't be called under a torch.func transform. Pass it the transform instead: "
-            f"`remat.{name}(fn, x, transform=torch.func.grad)`."
-        )
+def _check_surroundings(name: str) -> None:
+    check_surroundings(name, f"Pass it the transform instead: `{name}(fn, x, transform=torch.func.grad)`.")
 
 
 def _with_regions(program: Program, policy: Any, where: Any, warned: Warned, **overridden: Any) -> Way:

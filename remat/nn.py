@@ -11,15 +11,14 @@ import torch
 
 from ._core import trees
 from ._core.lines import accepts, warn
-from ._core.private import FakeTensor
-from ._measure.program import FROZEN, Program, default_loss, modules_of
+from ._measure.program import FROZEN, Program, check_surroundings, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
 from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, PolicyLike
 from ._region.options import DeterminismCheck, Options, checked_options
-from .errors import RematError, shown
+from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget", "every", "load", "undo"]
 
@@ -145,11 +144,13 @@ def budget(
 
     Raises:
         RematError: the model needs more memory with any choice; the message names the least amount, and what needs it.
-            Or its library's own activation checkpointing is on, or a tensor has no data. Nothing is changed then.
+            Or its library's own activation checkpointing is on, FSDP wraps it already, a tensor has no data, or
+            :func:`remat.override` or ``disable_remat`` is active. Nothing is changed then.
+        RuntimeError: called under a ``torch.func`` transform or ``torch.inference_mode``.
         PolicyError: ``amount`` or ``cost`` is invalid.
         ValueError: ``where`` chooses none of the submodules.
-        TypeError: there is no batch, ``model`` has no modules, ``where`` has the wrong type, or a chosen module can't
-            have a region.
+        TypeError: there is no batch, ``model`` has no modules, ``where`` has the wrong type or comes with
+            ``more_batches``, or a chosen module can't have a region.
 
     The plan is for ``.backward()`` and arguments of these shapes: transforms of ``torch.func`` need more memory. With
     other shapes each region saves the results of the same operations, so a longer batch needs more memory. In a
@@ -176,15 +177,17 @@ def budget(
         raise TypeError(
             f"{type(model).__name__} needs arguments: give a batch, as in `remat.nn.budget(model, '8GiB', *batch)`."
         )
+    check_surroundings("remat.nn.budget", "Call it before, with the arguments of a step.")
     loss = loss or _sum
     program = Program(model, args, kwargs, loss=loss)
-    if any(tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in program.inputs()):
-        raise RematError("A plan measures allocations, and a tensor here has no data: `remat.report` needs none.")
+    program.check_is_whole("remat.nn.budget")
     for name, module in program.named_modules.items():
         check_library_is_off(module, f"the {type(module).__name__} {name!r}")
     if program.is_frozen and program.is_differentiated():
         warn(FROZEN)
     if where is not None:
+        if more_batches:
+            raise TypeError("more_batches= takes no where=: give the batch that needs the most memory as arguments.")
         chosen = chosen_modules(program.named_modules, where)
         blocks = BlockBudget(**vars(plan_for(program, amount, cost, only=[module for _, module in chosen])))
         found = blocks.options()
@@ -226,7 +229,9 @@ def _sum(result: Any) -> torch.Tensor:
             "The model's result has no `.loss`, so remat.nn.budget takes the sum of the result for the loss. What your "
             "loss needs is not counted: give it, as in `loss=lambda out: criterion(out, y)`."
         )
-    return default_loss(result)
+    if (loss := default_loss(result)) is None:
+        raise TypeError(f"There is no tensor in {shown(result)}, the model's result: give `loss=lambda out: ...`.")
+    return loss
 
 
 def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
@@ -253,7 +258,7 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
         ...     remat.nn.load(model, file.name).regions == plan.regions
         True
     """
-    if isinstance(model, (str, os.PathLike)):
+    if isinstance(model, (str, os.PathLike)) or not isinstance(path, (str, os.PathLike)):
         raise TypeError("The model comes first, then the file: `remat.nn.load(model, path)`.")
     named = modules_of(model) or _modules_of(model)
     plan = loaded(path)

@@ -18,12 +18,13 @@ from torch.utils.hooks import RemovableHandle
 
 from .._ambient.ambient import Ambient
 from .._ambient.generators import generator_name, global_generators, with_state
-from .._captured.captured import Captured
+from .._captured.captured import Captured, is_sharded
 from .._captured.variables import Entries, bound
 from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.lines import accepts, unknown_keyword
+from .._core.state import state
 from .._core.tensors import as_bytes, bytes_of, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart
 from .._region.error_context import with_parameters
@@ -93,6 +94,26 @@ _CALLS_BACKWARD = (
 )
 FROZEN = "No parameter and no argument requires grad: all floating-point arguments are differentiated."
 Named = list[tuple[str, Any]]
+
+
+def check_surroundings(name: str, instead: str, with_policies: bool = True) -> None:
+    """Raise an error where a program can't be measured. ``instead`` says what to do under a transform.
+
+    ``with_policies``: it gives regions policies, which a context around it would replace.
+    """
+    if private.transforms_active():
+        raise RuntimeError(f"{name} can't be called under a torch.func transform. {instead}")
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{name} differentiates, which torch.inference_mode excludes. Call it outside, or use torch.no_grad."
+        )
+    if with_policies and {"policy", "disabled"}.intersection(state.override or ()):
+        raise RematError(
+            f"{name} gives regions policies of its own, which `remat.override` or `remat.disable_remat` replaces here. "
+            f"Call it outside."
+        )
+
+
 T = TypeVar("T")
 
 
@@ -115,6 +136,8 @@ class Program:
                     f"The option {option} must be a function, got {shown(value)}. If {option} is an argument of fn, "
                     f"wrap fn in a lambda."
                 )
+        if loss is not None and transform is not None:
+            raise TypeError("A transform takes no loss: write `transform=lambda fn: grad(lambda *a: loss(fn(*a)))`.")
         if loss is not None and accepts(getattr(loss, "forward", loss), None) is False:
             raise TypeError("loss is called with the result alone: write `loss=lambda out: criterion(out, y)`.")
         called = fn.forward if isinstance(fn, nn.Module) else fn
@@ -140,6 +163,16 @@ class Program:
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
         return [*self.tensors, *(tensor for _, tensor in self.captured)]
+
+    def check_is_whole(self, name: str) -> None:
+        """Raise an error if FSDP manages parameters, which it frees and replaces in each run."""
+        if any(is_sharded[type(module)] for module in self.named_modules.values()):
+            raise RematError(f"{name} can't see the parameters that FSDP manages. Call it before FSDP wraps the model.")
+
+    def check_has_data(self, why: str) -> None:
+        """Raise an error if a tensor has no data, or if those that it makes have none."""
+        if any(t.is_meta or isinstance(t, private.FakeTensor) for t in (*self.inputs(), torch.empty(()))):
+            raise RematError(f"{why}, and a tensor here has no data: `remat.report` needs none, without `time=True`.")
 
     @property
     def is_frozen(self) -> bool:

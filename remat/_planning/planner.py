@@ -272,6 +272,8 @@ def plan_for(
         RematError: no plan is.
         PolicyError: there is no amount, and no device whose free memory it could be.
     """
+    for each in (program, *others):
+        each.check_has_data("A plan measures allocations")
     free = free_memory(program.inputs()) if amount is None or "%" in str(amount) else None
     if amount is None and free is None:
         raise PolicyError("On a CPU a budget needs an amount: give a number of bytes, '2GiB', or a part such as 0.5.")

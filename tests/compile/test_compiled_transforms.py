@@ -358,10 +358,7 @@ def by_checkpoint(**options: Any) -> Callable:
     return chain(lambda f: lambda *args: compat.checkpoint(f, *args, **options), 2)
 
 
-PRODUCTS: dict[str, tuple[Callable, int]] = {
-    "no policy": (chain(remat, 2), 14),
-    "checkpoint": (by_checkpoint(), 14),
-}
+PRODUCTS: dict[str, tuple[Callable, int]] = {"no policy": (chain(remat, 2), 14), "checkpoint": (by_checkpoint(), 14)}
 if NEW:
     PRODUCTS |= {
         "a policy first": (one_after_another(MATMULS, None), 13),

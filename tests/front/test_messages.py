@@ -163,10 +163,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.nn.load("plan.json", model()), "model comes first, then the file: `remat.nn.load(model, path)`."),
     (lambda: remat.compat.checkpoint(generator, BIG, use_reentrant=False), "generator is a generator function"),
     (lambda: remat.nn.apply(nn.Sequential(Generating()), Generating), "Generating is a generator function"),
-    (
-        lambda: remat.remat(lambda x: generator(x))(LEAF),
-        "<lambda> returned a generator, whose body would run outside the region. Return its values, as in `list(...)`.",
-    ),
+    (lambda: remat.remat(lambda x: generator(x))(LEAF), "<lambda> returned a generator, whose body would run outside"),
     (lambda: torch.func.vjp(remat.remat(lambda x: generator(x)), BIG), "returned a generator"),
     (lambda: remat.report(layer, BIG, policy=SAVE), "takes a list of policies: `policies=[...]`"),
     (lambda: remat.check(layer, BIG, policies=[SAVE]), "takes one policy: `policy=...`"),
@@ -179,6 +176,19 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.report(nn.GELU(), BIG, polices=[]), "'polices' is neither an option nor an argument of GELU"),
     (lambda: remat.sequential([layer], 1, policies.save_matmuls), "policy is a keyword argument"),
     (lambda: remat.sequential([layer, layer], 2, BIG), "`remat.sequential(fs, 2)(x)`"),
+    (lambda: remat.check(LAYER, BIG, transform=torch.func.grad, loss=torch.sum), "A transform takes no loss"),
+    (lambda: remat.nn.budget(LAYER, 9, LEAF, where=nn.Linear, more_batches=[()]), "more_batches= takes no where="),
+    (lambda: remat.nn.budget(lambda x: (LAYER(x), max)[1], 99, LEAF), "the model's result: give `loss=lambda out"),
+    (lambda: remat.nn.load(LAYER, LAYER), "The model comes first, then the file"),
+]
+LAYER, META = nn.Linear(3, 3), (nn.Linear(3, 3, device="meta"), torch.ones(3, device="meta"))
+RUNTIME_ERRORS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: remat.check(*META), "A check compares values, and a tensor here has no data"),
+    (lambda: remat.report(*META, time=True), "time=True measures steps, and a tensor here has no data"),
+    (lambda: remat.nn.budget(META[0], 99, META[1]), "A plan measures allocations, and a tensor here has no data"),
+    (lambda: torch.inference_mode()(remat.pareto)(LAYER, LEAF), "pareto differentiates, which torch.inference_mode"),
+    (lambda: remat.override(policy=None)(remat.report)(LAYER, LEAF), "or `remat.disable_remat` replaces here"),
+    (lambda: torch.func.grad(lambda x: remat.nn.budget(LAYER, 99, x))(BIG), "can't be called under a torch.func"),
 ]
 POLICY_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(layer, policy="hidden"), "write `policies.save_only_these_names('hidden')`."),
@@ -186,12 +196,13 @@ POLICY_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: policies.save_only_these_names(["a", "b"]), "got ['a', 'b']. Pass the names separately."),
     (lambda: policies.budget(BIG), "got a tensor of shape [1000, 1000]"),
 ]
+ERRORS = {TypeError: TYPE_ERRORS, PolicyError: POLICY_ERRORS, RuntimeError: RUNTIME_ERRORS}
 
 
 @pytest.mark.parametrize(
     ("call", "message", "error"),
-    [(*case, TypeError) for case in TYPE_ERRORS] + [(*case, PolicyError) for case in POLICY_ERRORS],
-    ids=[message[:40] for _, message in TYPE_ERRORS + POLICY_ERRORS],
+    [(*case, error) for error, cases in ERRORS.items() for case in cases],
+    ids=[message[:40] for cases in ERRORS.values() for _, message in cases],
 )
 def test_wrong_calls_have_short_errors_with_a_remedy(call: Callable[[], Any], message: str, error: type) -> None:
     with pytest.raises(error, match=re.escape(message)) as raised:

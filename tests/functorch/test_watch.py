@@ -247,11 +247,7 @@ def test_a_region_acts_on_one_level_as_without_remat_or_is_refused(act: str, tra
 @pytest.mark.parametrize("transform", ["grad(grad)", "vmap(grad)", "autograd(grad)"])
 @pytest.mark.parametrize(
     ("act", "text"),
-    {
-        "hooks made": "hook on a tensor",
-        "hooks argument": "hook on an",
-        "detaches": "Use `.detach",
-    }.items(),
+    {"hooks made": "hook on a tensor", "hooks argument": "hook on an", "detaches": "Use `.detach"}.items(),
 )
 def test_refused_under_several_levels(act: str, text: str, transform: str) -> None:
     with pytest.raises(RematError, match=text):

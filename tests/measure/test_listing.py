@@ -79,6 +79,7 @@ def test_a_source_is_the_last_operation_that_wrote_a_tensor_or_its_name(what: st
 def test_the_fields_of_rows() -> None:
     rows = saved_residuals(block, *block_args(), inputs=True)
     assert rows == saved_residuals(remat(block, policy=EVERYTHING), *block_args(), inputs=True)
+    assert len(rows) == len(saved_residuals(lambda *a: iter([block(*a)]), *block_args(), inputs=True))  # an object
     assert [row.nbytes for row in rows] == sorted((row.nbytes for row in rows), reverse=True)
     found, first = {row.name or row.op: row for row in rows}, block.__code__.co_firstlineno
     nowhere, dtype = (None, None, None, None), torch.float64

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure import OpCounter, PeakMemory
-from remat import compat, policies, remat
+from remat import RematError, check, compat, policies, remat
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
@@ -85,3 +85,5 @@ def test_layers_with_sharded_parts_are_recomputed_and_save_less(way: str, frozen
     (grads, kept, products), (expected, most, fewest) = step(wrap, frozen), step(lambda layer: layer, frozen)
     assert_same(grads, expected)
     assert kept < most and products == fewest + 2 * recomputed
+    with pytest.raises(RematError, match="Call it before FSDP wraps the model"):
+        check(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))), torch.ones(4))

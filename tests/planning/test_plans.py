@@ -309,8 +309,6 @@ def test_a_function_that_calls_modules() -> None:
     assert {region.name.split(".")[0] for region in plan.regions} == {"model"}
     with pytest.raises(TypeError, match="no modules that could be regions"):
         remat.nn.budget(torch.sin, 0.5, X)
-    with pytest.raises(remat.RematError, match="a tensor here has no data"):
-        remat.nn.budget(nn.Linear(4, 4, device="meta"), 99, torch.ones(4, 4, device="meta"))
 
 
 def test_no_region_begins_with_a_module_that_overwrites_its_argument() -> None:

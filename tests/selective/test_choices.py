@@ -420,7 +420,7 @@ def test_nothing_to_choose_is_an_error() -> None:
     for fn, x in [(torch.sin, torch.ones(4, dtype=torch.int64)), (torch.ones, 2)]:
         with pytest.raises(remat.RematError, match="There is nothing to choose"):
             remat.pareto(fn, x)
-    with remat.disable_remat(), pytest.raises(remat.RematError, match="or remat is disabled here"):
+    with remat.disable_remat(), pytest.raises(remat.RematError, match="Call it outside"):
         remat.pareto(torch.sin, X)
     assert len(remat.pareto(grad(lambda x: x.sin().exp().sum()), X).points) == 1
 
