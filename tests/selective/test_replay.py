@@ -30,7 +30,6 @@ from remat import (
     saved_residuals,
 )
 from remat._core.known import known_of
-from remat._policy.predicates import Answers
 from remat._selective.values import Layout, place_of
 
 Fn = Callable[..., Any]
@@ -290,13 +289,6 @@ def test_a_predicate_of_nested_regions_may_count(outer: bool, inner: bool, end: 
     out, count = fn(x), len(asked)
     assert_same((*torch.autograd.grad(out, x), grad(fn)(x)), (expected, expected))
     assert len(asked) == 2 * count  # not in recomputes
-
-
-def test_a_verdict_is_repeated_for_the_same_operator() -> None:
-    answers = Answers([("sin", 1), ("cos", 2), ("exp", 3)])
-    assert [answers.verdict(op, lambda: 4) for op in ("sin", "exp")] == [1, 4]
-    answers.go_back(1)
-    assert [answers.verdict(op, lambda: 4) for op in ("cos", "exp", "exp")] == [2, 3, 4]
 
 
 class Interrupt(BaseException):
