@@ -143,7 +143,7 @@ def report(
         raise TypeError("remat.report takes a list of policies: `policies=[...]`. remat.check takes one.")
     program = Program(fn, args, kwargs, transform, loss)
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
-        raise TypeError(f"policies must be a list of policies: `policies=[{policies!r}]`.")
+        raise TypeError(f"policies must be a list such as `[None, policies.save_matmuls]`, got {shown(policies)}.")
     if not isinstance(time, bool):
         raise TypeError(
             f"time must be True or False, got {shown(time)}. If it is an argument of fn, wrap fn in a lambda."

@@ -40,8 +40,9 @@ def check_library_is_off(module: torch.nn.Module, what: str) -> None:
     if module.training and getattr(module, "gradient_checkpointing", False) is True:
         raise RematError(
             f"The library's own activation checkpointing is on for {what}. If it were a region too, it would be "
-            f"recomputed twice. Switch one of them off: `model.gradient_checkpointing_disable()` "
-            f"(`activation_checkpointing_disable()` in transformers 5), or `remat.nn.undo(model)`."
+            f"recomputed twice. Switch it off, also after `remat.integrations.transformers.enable`: "
+            f"`model.gradient_checkpointing_disable()` (`activation_checkpointing_disable()` in transformers 5). Or "
+            f"undo the regions of `nn.apply`: `remat.nn.undo(model)`."
         )
 
 

@@ -83,7 +83,8 @@ class _Planner:
     def _traced(self) -> tuple[Trace, Any]:
         """Trace the forward of the program without regions. Return also the loss."""
         program = self._program
-        trace = Trace([tensor for tensor in program.inputs() if program.every or tensor.requires_grad], self._cost)
+        inputs = program.tensors if program.every else [t for t in program.inputs() if t.requires_grad]
+        trace = Trace(inputs, self._cost)
         with disable_remat(), torch.enable_grad(), trace.of(self._modules):
             return trace, program.forward(program.fn)
 
@@ -249,12 +250,13 @@ class _Planner:
             place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
         other = f"{'' if self._is_free else 'smaller modules, '}a smaller batch, or "
         gradients = sum(nbytes for _, nbytes in self._trace.gradients)
+        budget = size_text(amount) if size_text(amount) != size_text(least) else f"{amount} B"
         if 4 * gradients > 3 * least:
             place, other = f"{size_text(gradients)} of it are gradients of parameters, which no region reduces", ""
         return (
             f"A training step of this model needs at least {size_text(least)} "
             f"(about {size_text(max(least, self.without))} without remat), {choice}, but the budget is "
-            f"{size_text(amount)}. {place}. Choose {other}a budget of {least} bytes or more."
+            f"{budget}. {place}. Choose {other}a budget of {least} bytes or more."
             + "".join(f"\n{line}" for line in no_regions(self._candidates.passed_over))
         )
 
