@@ -87,12 +87,21 @@ def block(transform: str, wrap: Wrapper) -> Step:
     return partial(policies.program(transform, wrap), weights, x)
 
 
-def encoder(wrap: Wrapper, width: int = 32) -> Step:
-    """The gradient of four transformer layers, each a region."""
+def encoder_layer() -> torch.nn.Module:
+    """A small transformer layer."""
+    return torch.nn.TransformerEncoderLayer(32, 4, 128, dropout=0.0, batch_first=True)
+
+
+def mlp() -> torch.nn.Module:
+    """A small MLP."""
+    return torch.nn.Sequential(torch.nn.Linear(32, 128), torch.nn.GELU(), torch.nn.Linear(128, 32))
+
+
+def modules(wrap: Wrapper, make: Callable[[], torch.nn.Module], batch: int) -> Step:
+    """The gradient of four modules, each a region, one after the other."""
     torch.manual_seed(0)
-    layer = partial(torch.nn.TransformerEncoderLayer, width, 4, 4 * width, dropout=0.0, batch_first=True)
-    model = torch.nn.ModuleList(layer() for _ in range(4))
-    x, called = torch.randn(4, 32, width, requires_grad=True), list(map(wrap, model))
+    model = torch.nn.ModuleList(make() for _ in range(4))
+    x, called = torch.randn(batch, 32, 32, requires_grad=True), list(map(wrap, model))
 
     def step() -> Any:
         out = x
@@ -251,9 +260,21 @@ CASES: tuple[Case, ...] = (
     ),
     Case(
         "4 encoder layers, width 32: remat / torch checkpoint",
-        side(encoder, remat),
-        side(encoder, torch_checkpoint),
+        side(modules, remat, encoder_layer, 4),
+        side(modules, torch_checkpoint, encoder_layer, 4),
         limit=1.5,
+    ),
+    Case(
+        "4 MLPs, width 32: remat / torch checkpoint",
+        side(modules, remat, mlp, 1),
+        side(modules, torch_checkpoint, mlp, 1),
+        limit=2.1,
+    ),
+    Case(
+        "4 MLPs, width 32, save_matmuls: remat / torch selective",
+        side(modules, remat(policy=save_matmuls), mlp, 1),
+        side(modules, torch_selective(MATMULS), mlp, 1),
+        limit=2.4,
     ),
     Case(
         "the block, func.grad: remat / plain",

@@ -29,8 +29,8 @@ def parse_amount(amount: Any, whole: int, name: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*(\w+)\s*", amount)
     if found is None or found[2] not in _UNITS:
         raise ValueError(
-            f"{name} as a string must be a number and a unit ({', '.join(_UNITS)}), as in '64MiB', or a percentage, as "
-            f"in '60%'; got {amount!r}."
+            f"{name} as a string must be a number and a unit ({', '.join(_UNITS)}), as in '64MiB', or a percentage up "
+            f"to '100%'; got {amount!r}."
         )
     return int(float(found[1]) * _UNITS[found[2]])
 

@@ -138,7 +138,7 @@ def override(
 
     Raises:
         TypeError: an option has the wrong type.
-        ValueError: ``determinism_check`` is not one of the three.
+        ValueError: ``determinism_check`` is none of these.
         PolicyError: ``policy`` is not a policy.
 
     Example:
