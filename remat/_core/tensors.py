@@ -29,6 +29,11 @@ def is_plain(tensor: Any) -> bool:
     return not hasattr(type(tensor), "__tensor_flatten__")
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has values: one on the device ``meta`` and a fake one have none."""
+    return not (tensor.is_meta or isinstance(tensor, private.FakeTensor))
+
+
 def all_parts(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """The plain tensors below all levels that these tensors are made of."""
     return [part for tensor in tensors for part in parts(tensor)]

@@ -25,7 +25,7 @@ from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.lines import accepts, unknown_keyword
 from .._core.state import state
-from .._core.tensors import as_bytes, bytes_of, is_dense, is_differentiable, is_plain
+from .._core.tensors import as_bytes, bytes_of, has_data, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart
 from .._region.error_context import with_parameters
 from .._region.guards import COPY_LARGER_BYTES
@@ -71,9 +71,8 @@ class Overwritten(PeakMemory):
 
 
 def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
-    # Neither fake nor under a transform.
-    has_memory = is_plain(tensor) and is_dense(tensor) and not private.is_wrapped(tensor)
-    has_memory &= not isinstance(tensor, private.FakeTensor)
+    is_wrapped = private.is_wrapped(tensor)  # under a transform
+    has_memory = has_data(tensor) and is_plain(tensor) and is_dense(tensor) and not is_wrapped
     is_elsewhere = has_memory and tensor.data_ptr() != alias.data_ptr()
     if tensor.shape != alias.shape or is_elsewhere:
         tensor.data = alias
@@ -94,6 +93,7 @@ _CALLS_BACKWARD = (
 )
 FROZEN = "No parameter and no argument requires grad: all floating-point arguments are differentiated."
 Named = list[tuple[str, Any]]
+T = TypeVar("T")
 
 
 def check_surroundings(name: str, instead: str, with_policies: bool = True) -> None:
@@ -112,9 +112,6 @@ def check_surroundings(name: str, instead: str, with_policies: bool = True) -> N
             f"{name} gives regions policies of its own, which `remat.override` or `remat.disable_remat` replaces here. "
             f"Call it outside."
         )
-
-
-T = TypeVar("T")
 
 
 class Program:
@@ -171,7 +168,7 @@ class Program:
 
     def check_has_data(self, why: str) -> None:
         """Raise an error if a tensor has no data, or if those that it makes have none."""
-        if any(t.is_meta or isinstance(t, private.FakeTensor) for t in (*self.inputs(), torch.empty(()))):
+        if not all(map(has_data, (*self.inputs(), torch.empty(())))):
             raise RematError(f"{why}, and a tensor here has no data: `remat.report` needs none, without `time=True`.")
 
     @property

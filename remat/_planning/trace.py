@@ -116,8 +116,9 @@ class Trace(PeakMemory):
                 operation.reads.append(memory)
         has_gradient &= torch.is_grad_enabled() and not facts_of(func).reads_nothing
         for storage, _ in strided(facts_of(func).written(args, kwargs)):
+            written = self._alive.get(id(storage))
             for call in self._calls:
-                call.overwrites |= self._alive.get(id(storage)) in call.given
+                call.overwrites |= written in call.given
         super().after(func, args, kwargs, result)
         for storage, tensor in strided(result):
             if (memory := self._alive.get(id(storage))) is not None:

@@ -40,7 +40,8 @@ class Verdicts:
         self.given: dict[str, Line] = {}  # all names that were given in the region
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
         self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
-        self._answers = [each for each in state.logs if isinstance(each, Answers)]  # those in the regions around it
+        logs = state.logs if policy.asks else ()
+        self._answers = [each for each in logs if isinstance(each, Answers)]  # those in the regions around it
 
     def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
         """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
@@ -63,7 +64,7 @@ class Verdicts:
 
     def _judge(self, asked: Question, names: Iterable[str] = ()) -> Verdict:
         ask = partial(self.policy.judge, *asked, frozenset(names))
-        for answers in self._answers if self.policy.asks else ():
+        for answers in self._answers:
             ask = partial(answers.verdict, asked[1], ask)
         return ask()
 
