@@ -291,16 +291,19 @@ class PullbackOfBatched(Pullback):
 
 
 def batched_pullback(
-    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None
+    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None, below: bool
 ) -> tuple[Any, list]:
-    """``vmap`` of a pullback, and its operands; or the pullback of ``inner``, the ``vmap`` from a run of the region."""
+    """``vmap`` of a pullback, and its operands; or the pullback of ``inner``, the ``vmap`` from a run of the region.
+
+    ``below``: autograd may take this derivative below ``vmap``.
+    """
     count = len(pullback.needs)
     if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
         kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
         return kind(pullback, dims, size, randomness), values
     targets = pullback.chosen(inner.out_dims)
-    if None in targets or None in pullback.heads(inner.in_dims):
+    if not below or None in targets or None in pullback.heads(inner.in_dims):
         return Batched(pullback, dims, size, randomness), values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
     return PullbackOfBatched(inner, pullback), values[:count] + aligned

@@ -53,15 +53,16 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
             return apply(region, operands, call, wanted)
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
-        batched, values = batched_pullback(region, values, dims, size, randomness, call.batched.get(region.inner))
+        inner, below = call.batched.get(_ungraded(region.inner)), call.orders_below > order_of(region.inner)
+        batched, values = batched_pullback(region, values, dims, size, randomness, inner, below)
     else:
         sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
         batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
-    if wanted is not None and not isinstance(batched, PullbackOfBatched) and call.orders_below > order_of(region):
+    if wanted is not None and not isinstance(batched, PullbackOfBatched):
         # A node above refers to the region, so it may need its pullback.
-        call.batched[region] = batched
+        call.batched[_ungraded(region)] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
 
@@ -135,6 +136,13 @@ def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ..
     below = root.kinds[: level - 1]
     if private.VMAP in below or private.JVP in below or root.graded:
         return Graded(region, level, followed, lifted)
+    return region
+
+
+def _ungraded(region: Any) -> Any:
+    """The region without the levels that are restored around it, which a node above this one may not know."""
+    while isinstance(region, Graded):
+        region = region.inner
     return region
 
 

@@ -100,6 +100,8 @@ RANDOM: dict[str, Callable[[Wrap, Fn], Any]] = {
     "autograd(vmap)": lambda wrap, vmap: through_autograd(lambda x: vmap(wrap(drops))(x) * torch.rand(4), X),
     "no batch": lambda wrap, vmap: vmap(lambda y: wrap(draws)(V) * y)(X),
     "no batch, grad": lambda wrap, vmap: vmap(lambda y: grad(summed(wrap(draws)))(V) * y)(X),
+    "no batch, maximum": lambda wrap, vmap: vmap(lambda y: grad(summed(wrap(lambda x: draws(x) * x.max())))(V) * y)(X),
+    "no batch, two grads": lambda wrap, vmap: vmap(grad(lambda y: (grad(summed(wrap(draws)))(V) * y).sum()))(X),
     "no batch, grad around": lambda wrap, vmap: grad(lambda w: vmap(lambda y: wrap(draws)(w) * y)(X).sum())(V),
 }
 
