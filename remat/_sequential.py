@@ -11,6 +11,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ._core.known import Known
+from ._core.lines import lists_arguments
 from ._function import Remat
 from ._policy.policy import Policy, PolicyLike
 from ._region.options import DeterminismCheck, checked_options
@@ -20,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@lists_arguments
 def sequential(
     functions: Iterable[Callable[P, R]],
     segments: int | None = None,

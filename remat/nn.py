@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 
 from ._core import trees
-from ._core.lines import accepts, warn
+from ._core.lines import accepts, lists_arguments, warn
 from ._measure.program import FROZEN, Program, check_surroundings, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
@@ -35,6 +35,7 @@ Batch: TypeAlias = tuple[Any, ...] | dict[str, Any]
 Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
+@lists_arguments
 def apply(
     model: M,
     where: Where,
@@ -209,7 +210,7 @@ def budget(
         names = bool(args) and all(isinstance(arg, str) for arg in args)  # the keys of a dict
         if names or (len(args) == 1 and isinstance(args[0], (tuple, list, dict))):
             what = "**batch" if names or isinstance(args[0], dict) else "*batch"
-        elif accepts(getattr(model, "forward", model), *args, **kwargs) is False:
+        elif accepts(getattr(model, "forward", model), args, kwargs) is False:
             what = "x, loss=lambda out: criterion(out, y)"
         else:
             raise
@@ -337,7 +338,7 @@ def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tup
             f"where must be a type, a tuple of types, every(n, type), or a function of a submodule's name and the "
             f"submodule; got {shown(where)}."
         )
-    elif accepts(where, "name", torch.nn.Module) is False:
+    elif accepts(where, ("name", torch.nn.Module)) is False:
         raise TypeError(
             f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
         )

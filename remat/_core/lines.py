@@ -5,11 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 from ..errors import RematWarning
+
+F = TypeVar("F", bound=Callable)
 
 
 class Line(NamedTuple):
@@ -51,26 +54,33 @@ def warn(message: str, line: Line | None = None) -> None:
 _registries: dict[str, dict] = {}
 
 
-def unknown_keyword(fn: Callable, names: Iterable[str]) -> str | None:
-    """The first of these keywords that ``fn`` doesn't take, by its signature if it has one."""
+def accepts(fn: Callable, args: Iterable = (), kwargs: Mapping[str, Any] = {}, more: bool = False) -> bool | None:
+    """Whether ``fn`` takes these arguments; None if it has no signature, as some functions written in C.
+
+    ``more``: there may be others beside them.
+    """
     try:
         signature = inspect.signature(fn)
-    except ValueError:
-        return None
-    for name in names:
-        try:
-            signature.bind_partial(**{name: None})
-        except TypeError:
-            return name
-    return None
-
-
-def accepts(fn: Callable, *args: Any, **kwargs: Any) -> bool | None:
-    """Whether ``fn`` takes these arguments; None if it has no signature, as some functions written in C."""
-    try:
-        inspect.signature(fn).bind(*args, **kwargs)
+        (signature.bind_partial if more else signature.bind)(*args, **kwargs)
     except ValueError:
         return None
     except TypeError:
         return False
     return True
+
+
+def lists_arguments(fn: F) -> F:
+    """Let Python's error about a wrong argument of a public function list those that it takes."""
+    parameters = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.VAR_POSITIONAL]
+    names = ", ".join(f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in parameters)
+
+    @wraps(fn)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fn(*args, **kwargs)
+        except TypeError as error:
+            if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by this call itself
+                raise TypeError(f"Call it as `{fn.__name__}({names})`: {error}.") from None
+            raise
+
+    return cast(F, called)

@@ -23,7 +23,7 @@ from .._captured.variables import Entries, bound
 from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
-from .._core.lines import accepts, unknown_keyword
+from .._core.lines import accepts
 from .._core.state import state
 from .._core.tensors import as_bytes, bytes_of, has_data, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart
@@ -135,11 +135,13 @@ class Program:
                 )
         if loss is not None and transform is not None:
             raise TypeError("A transform takes no loss: write `transform=lambda fn: grad(lambda *a: loss(fn(*a)))`.")
-        if loss is not None and accepts(getattr(loss, "forward", loss), None) is False:
+        if loss is not None and accepts(getattr(loss, "forward", loss), (None,)) is False:
             raise TypeError("loss is called with the result alone: write `loss=lambda out: criterion(out, y)`.")
         called = fn.forward if isinstance(fn, nn.Module) else fn
-        if (name := unknown_keyword(called, kwargs)) and not getattr(fn, "_forward_pre_hooks_with_kwargs", None):
-            raise TypeError(f"{name!r} is neither an option nor an argument of {getattr(called, '__qualname__', fn)}.")
+        unknown = [name for name in kwargs if accepts(called, kwargs={name: None}, more=True) is False]
+        if unknown and not getattr(fn, "_forward_pre_hooks_with_kwargs", None):
+            where = getattr(called, "__qualname__", fn)
+            raise TypeError(f"{unknown[0]!r} is neither an option nor an argument of {where}.")
         self.fn, self.transform, self.loss = fn, transform, loss
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]

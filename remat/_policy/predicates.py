@@ -73,7 +73,7 @@ def checked_predicate(value: Any) -> Callable:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
     if str(getattr(value, "__module__", "")).partition(".")[0] == "jax":
         raise PolicyError(f"{_EXPECTED}; got JAX's {value!r}.{_nearest(name)}")
-    fits = accepts(value, *range(9))  # a context, an operator and several arguments of the operator
+    fits = accepts(value, range(9))  # a context, an operator and several arguments of the operator
     if fits is False or (fits is None and operators.operator_like(value)):
         raise PolicyError(f"A policy is called with `(ctx, op, *args, **kwargs)`, which {shown(value)} doesn't accept.")
     return value

@@ -49,9 +49,8 @@ def budget_callback(amount: Amount, *, cost: str | Callable[..., float] = "roofl
                 )
 
             def step(batch: Any) -> Any:
-                found = module.training_step(
-                    *((batch, index) if accepts(module.training_step, batch, index) else (batch,))
-                )
+                given = (batch, index)
+                found = module.training_step(*(given if accepts(module.training_step, given) else given[:1]))
                 return found["loss"] if isinstance(found, dict) else found
 
             module.log = module.log_dict = lambda *_, **__: None

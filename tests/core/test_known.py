@@ -62,4 +62,4 @@ def test_a_warning_is_shown_once_for_each_line() -> None:
     assert [str(each.message) for each in caught] == ["first", "other", "nowhere"]
     assert [each.filename for each in caught] == [__file__, __file__, "<unknown>"] and caught[1].lineno == 7
     assert str(lines.Line(None, 0)) == "an unknown line"
-    assert [lines.accepts(fn, 1) for fn in (abs, lambda: 1, getattr)] == [True, False, None]
+    assert [lines.accepts(fn, [1]) for fn in (abs, lambda: 1, getattr)] == [True, False, None]

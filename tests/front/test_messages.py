@@ -167,8 +167,6 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.func.vjp(remat.remat(lambda x: generator(x)), BIG), "returned a generator"),
     (lambda: remat.report(layer, BIG, policy=SAVE), "takes a list of policies: `policies=[...]`"),
     (lambda: remat.check(layer, BIG, policies=[SAVE]), "takes one policy: `policy=...`"),
-    (lambda: remat.check(layer, BIG, policies=[None]), "takes one policy"),
-    (lambda: remat.checkpoint(layer, BIG, use_reentrant=False), "torch's own signature use remat.compat.checkpoint"),
     (lambda: remat.remat(policy=None)(layer, BIG), "remat returns a function"),
     (lambda: remat.remat(layer, prevent_cse=False), "doesn't need the option prevent_cse"),
     (lambda: remat.remat(layer, polcy=None), "no option 'polcy'"),
@@ -179,7 +177,9 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.check(LAYER, BIG, transform=torch.func.grad, loss=torch.sum), "A transform takes no loss"),
     (lambda: remat.nn.budget(LAYER, 9, LEAF, where=nn.Linear, more_batches=[()]), "more_batches= takes no where="),
     (lambda: remat.nn.budget(lambda x: (LAYER(x), max)[1], 99, LEAF), "the model's result: give `loss=lambda out"),
-    (lambda: remat.nn.load(LAYER, LAYER), "The model comes first, then the file"),
+    (lambda: remat.nn.apply(LAYER, nn.Linear, SAVE), "Call it as `apply(model, where, policy=..., preserve_rng_state"),
+    (lambda: remat.scan(layer, BIG, unroll=2), "(step, carry, xs, length, reverse=..., checkpoints=..., policy=..., p"),
+    (lambda: remat.override(polcy=SAVE), "override() got an unexpected keyword argument 'polcy'"),
 ]
 LAYER, META = nn.Linear(3, 3), (nn.Linear(3, 3, device="meta"), torch.ones(3, device="meta"))
 RUNTIME_ERRORS: list[tuple[Callable[[], Any], str]] = [
