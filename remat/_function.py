@@ -77,6 +77,10 @@ class Remat:
     def __code__(self) -> Any:  # torch.export reads that of a module's forward
         return self._fn.__code__
 
+    @property
+    def __globals__(self) -> Any:  # torch.jit.script reads those of a module's forward
+        raise AttributeError("TorchScript can't have regions. Script the model without them: `remat.nn.undo(model)`.")
+
     def __repr__(self) -> str:
         policy = self._options.policy
         return f"remat({self._fn!r})" if policy is None else f"remat({self._fn!r}, policy={policy!r})"

@@ -194,9 +194,9 @@ POLICY_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(layer, policy="hidden"), "write `policies.save_only_these_names('hidden')`."),
     (lambda: remat.remat(layer, policy=lambda op: True), "A policy is called with `(ctx, op, *args, **kwargs)`, which"),
     (lambda: policies.save_only_these_names(["a", "b"]), "got ['a', 'b']. Pass the names separately."),
-    (lambda: policies.budget(BIG), "got a tensor of shape [1000, 1000]"),
 ]
-ERRORS = {TypeError: TYPE_ERRORS, PolicyError: POLICY_ERRORS, RuntimeError: RUNTIME_ERRORS}
+SCRIPT = [(lambda: torch.jit.script(model()), "TorchScript can't have regions. Script the model without them: `remat")]
+ERRORS = {TypeError: TYPE_ERRORS, PolicyError: POLICY_ERRORS, RuntimeError: RUNTIME_ERRORS, AttributeError: SCRIPT}
 
 
 @pytest.mark.parametrize(
