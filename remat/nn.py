@@ -270,8 +270,9 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
 def undo(model: F) -> F:
     """Undo :func:`apply` and :func:`budget`: the calls of all modules of a model, or function, are plain again.
 
-    A module that :func:`remat.remat` has returned is another one, and stays a region. Returns the model. Raises
-    ``TypeError`` if it has no modules.
+    A module that :func:`remat.remat` has returned is another one, and stays a region. What
+    :func:`remat.integrations.transformers.enable` has enabled, ``model.gradient_checkpointing_disable()`` disables.
+    Returns the model. Raises ``TypeError`` if it has no modules.
     """
     for module in (modules_of(model) or _modules_of(model)).values():
         change_back(module)
