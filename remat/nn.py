@@ -246,8 +246,8 @@ def load(model: Callable[..., Any], path: str | os.PathLike[str]) -> Plan:
         The :class:`Plan`.
 
     Raises:
-        RematError: the file is no plan, or the model has other modules than that of the plan, or more or fewer
-            parameters. Nothing is changed then.
+        RematError: the file is no plan, or the model has other modules than that of the plan, or its parameters have
+            another number or dtype. Nothing is changed then.
         TypeError: ``model`` has no modules, or one of them can't be a region.
 
     Example:

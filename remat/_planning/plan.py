@@ -21,7 +21,7 @@ from .._region.options import Options
 from .._selective.search import UNITS, best_of
 from ..errors import RematError, shown
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def _ranges(parts: Sequence[str]) -> str:
 
 
 def parameters_of(named: Mapping[str, nn.Module]) -> int:
-    """The number of elements of the parameters of these modules."""
-    return sum({p: p.numel() for module in named.values() for p in module.parameters(recurse=False)}.values())
+    """The bytes of the parameters of these modules."""
+    parameters = {p for module in named.values() for p in module.parameters(recurse=False)}
+    return sum(p.numel() * p.element_size() for p in parameters)
 
 
 def no_regions(passed_over: Mapping[str, str]) -> list[str]:
@@ -112,7 +113,7 @@ class Plan:
         curve: all plans that the search has found, as predicted peaks and recomputed FLOPs.
         passed_over: modules that can't be regions, each with the reason.
         cost: what the cost of a recompute was computed by.
-        parameters: the number of elements of the model's parameters.
+        parameters: the bytes of the model's parameters.
     """
 
     amount: int
@@ -194,8 +195,8 @@ class Plan:
         """Make the regions of the plan, in place. All others that were made in place are undone.
 
         Raises:
-            RematError: the model has no such module, or it has another class, or with ``same_size`` the model has more
-                or fewer parameters. Nothing is changed then.
+            RematError: the model has no such module, or it has another class, or with ``same_size`` the parameters of
+                the model have more or fewer bytes. Nothing is changed then.
             TypeError: a module can't be a region.
         """
         for region in self.regions:
@@ -210,7 +211,7 @@ class Plan:
             check_module(module, region.name)
         if same_size and parameters_of(named) != self.parameters:
             raise RematError(
-                f"The plan is for another model: its parameters have {self.parameters:,} elements, those of this one "
+                f"The plan is for another model: its parameters have {self.parameters:,} bytes, those of this one "
                 f"{parameters_of(named):,}."
             )
         for module in named.values():
