@@ -159,7 +159,7 @@ def report(
     objective = next((cost for cost in costs if cost != "flops"), None)
     ways = {WITHOUT: Way(fn, disable_remat), AS_WRITTEN: Way(fn, nullcontext)}
     plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
-    if program.turns_to_arguments():
+    if program.turns_to_arguments() or program.is_sharded:  # the first run of FSDP allocates its buffers
         plain = measured(program, WITHOUT, ways[WITHOUT], objective=objective)
     rows = [plain, measured(program, AS_WRITTEN, ways[AS_WRITTEN], plain, objective=objective)]
     if not (time and any(map(regions_of, program.named_modules.values()))):  # their time may differ alone

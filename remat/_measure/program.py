@@ -156,16 +156,22 @@ class Program:
         self.captured = [(n, v) for n, v in captured if isinstance(v, torch.Tensor) and not private.is_wrapped(v)]
         self.named_modules = modules_of(fn, self.arguments.leaves, self._found)
         self.modules = ModuleNames(self.named_modules)
-        self.every = not any(tensor.requires_grad for tensor in self.inputs())
+        managed = [p for module in self.named_modules.values() for p in module.parameters(recurse=False)]  # by FSDP
+        self.every = not any(tensor.requires_grad for tensor in (*self.inputs(), *managed))
         self.has_gradients = False  # whether a run without a transform has computed some
 
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
         return [*self.tensors, *(tensor for _, tensor in self.captured)]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP manages parameters, which it frees and replaces in each run."""
+        return any(is_sharded[type(module)] for module in self.named_modules.values())
+
     def check_is_whole(self, name: str) -> None:
-        """Raise an error if FSDP manages parameters, which it frees and replaces in each run."""
-        if any(is_sharded[type(module)] for module in self.named_modules.values()):
+        """Raise an error if FSDP manages parameters."""
+        if self.is_sharded:
             raise RematError(f"{name} can't see the parameters that FSDP manages. Call it before FSDP wraps the model.")
 
     def check_has_data(self, why: str) -> None:
@@ -180,7 +186,7 @@ class Program:
 
     def is_differentiated(self) -> bool:
         """Whether it has a tensor by which it is differentiated."""
-        return any(t.requires_grad for t in (*self.operands(), *(t for _, t in self.captured)))
+        return not self.every or any(map(is_differentiable, self.tensors))
 
     def turns_to_arguments(self) -> bool:
         """Differentiate by all arguments from now on, if a run has shown that the result depends on nothing else.

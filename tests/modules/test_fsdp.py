@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks.measure import OpCounter, PeakMemory
-from remat import RematError, check, compat, policies, remat
+from remat import RematError, check, compat, policies, remat, report
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
@@ -87,3 +87,9 @@ def test_layers_with_sharded_parts_are_recomputed_and_save_less(way: str, frozen
     assert kept < most and products == fewest + 2 * recomputed
     with pytest.raises(RematError, match="Call it before FSDP wraps the model"):
         check(fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (1,))), torch.ones(4))
+
+
+def test_a_report_has_the_rows_and_notes_of_a_model_without_fsdp() -> None:
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    found = report(fully_shard(layers, mesh=init_device_mesh("cpu", (1,))), torch.ones(4, 8))
+    assert "as written" not in str(found) and "requires grad" not in found.note
