@@ -12,7 +12,7 @@ from ._core.amounts import aligned, flops_text, number_text, size_text
 from ._core.known import Known
 from ._function import call
 from ._measure.costs import plot_choices
-from ._measure.program import Program, check_surroundings
+from ._measure.program import CALLS_BACKWARD, Program, check_surroundings
 from ._policy.policy import Budget, Chosen
 from ._region.options import Options
 from ._selective.search import UNITS
@@ -116,7 +116,8 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
         policy.
 
     Raises:
-        RematError: nothing in ``fn`` is differentiated, or :func:`remat.override` or ``disable_remat`` is active.
+        RematError: nothing in ``fn`` is differentiated, or it calls ``backward`` itself, or :func:`remat.override` or
+            ``disable_remat`` is active.
         RuntimeError: called under a ``torch.func`` transform or ``torch.inference_mode``.
         PolicyError: ``cost`` is none of these.
 
@@ -150,6 +151,8 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
             "captured tensors, or they have no data (FakeTensorMode)."
         )
     found = known.choices[policy][-1][0]
+    if program.calls_backward and not found.whole:
+        raise RematError(CALLS_BACKWARD)
     names = [f"{name} at {found.lines.get(i)}" for i, name in enumerate(found.operators)]
     points = [
         Point(each.nbytes, each.cost, each.flops, tuple(names[i] for i in sorted(each.steps)), each.steps)

@@ -15,8 +15,9 @@ from ._core import trees
 from ._core.state import alias
 from ._core.tensors import holder, parts
 from ._measure.origins import Kind, Origins, SavedResidual, listing
-from ._measure.program import Program, check_surroundings
+from ._measure.program import CALLS_BACKWARD, Program, check_surroundings
 from ._region.hooks import check_hooks_are_allowed, hooks_allowed, is_hooks_refusal
+from .errors import RematError
 
 __all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
 
@@ -41,7 +42,7 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
     Raises:
         RuntimeError: called under ``torch.inference_mode``, or under a ``torch.func`` transform: pass the transformed
             function instead.
-        RematError: called where saved-tensor hooks are disabled.
+        RematError: called where saved-tensor hooks are disabled, or ``fn`` calls ``backward`` and then saves nothing.
 
     Example:
         >>> import torch, remat
@@ -135,6 +136,8 @@ class Listing:
             if not under_hooks:
                 rows += origins.alive()
             del graph, others
+        if not rows and self.program.calls_backward:
+            raise RematError(CALLS_BACKWARD)
         return rows
 
     def pack(self, tensor: torch.Tensor) -> _Saved:

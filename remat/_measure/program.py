@@ -87,9 +87,9 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
 NOT_DIFFERENTIATED = (
     "Nothing was differentiated: the result depends on no tensor that requires grad, and on no floating-point argument."
 )
-_CALLS_BACKWARD = (
-    "The graph of the result was freed before its backward. If the function calls `backward` itself, let it return the "
-    "loss without that."
+CALLS_BACKWARD = (
+    "The function calls `backward` itself, which frees what its result needs for a backward: let it return the loss "
+    "without that."
 )
 FROZEN = "No parameter and no argument requires grad: all floating-point arguments are differentiated."
 Named = list[tuple[str, Any]]
@@ -159,6 +159,7 @@ class Program:
         managed = [p for module in self.named_modules.values() for p in module.parameters(recurse=False)]  # by FSDP
         self.every = not any(tensor.requires_grad for tensor in (*self.inputs(), *managed))
         self.has_gradients = False  # whether a run without a transform has computed some
+        self.calls_backward = False  # whether the last run has accumulated gradients itself
 
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
@@ -215,7 +216,11 @@ class Program:
         """Call a function with these operands as its arguments."""
         args, kwargs = self.arguments.filled(operands)
         torch.clear_autocast_cache()  # which ``preserved`` would keep from one run to the next
-        return fn(*args, **kwargs)
+        leaves = [t for t in (*operands, *(t for _, t in self.captured)) if t.is_leaf]
+        before = _gradients(leaves)
+        result = fn(*args, **kwargs)
+        self.calls_backward = _gradients(leaves) != before
+        return result
 
     @contextmanager
     def preserved(self, before: Overwritten | None = None) -> Iterator[Overwritten]:
@@ -304,7 +309,7 @@ class Program:
             except RuntimeError as error:
                 if "backward through the graph a second time" not in str(error):
                     raise
-                raise RematError(_CALLS_BACKWARD) from error
+                raise RematError(CALLS_BACKWARD) from error
             self.has_gradients = True
         return values + [(f"gradient of {name}", gradient) for name, gradient in zip(names, gradients)]
 
@@ -327,6 +332,11 @@ class Program:
             "transform must be a function that makes a function from fn, such as `torch.func.grad` (not "
             "`torch.func.grad(fn)`), or `lambda fn: vmap(grad(fn))`."
         ) from cause
+
+
+def _gradients(leaves: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """The identities and versions of their accumulated gradients."""
+    return [(id(t.grad), private.version(t.grad)) for t in leaves if t.grad is not None]
 
 
 def _readable(place: Any) -> str:
