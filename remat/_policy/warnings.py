@@ -61,17 +61,20 @@ class Warned:
             return
         self.operators = True
         if known.is_new_warning(f"the operators of {policy!r}"):
-            more = len(executed) - _SHOWN
+            more, name, hint = len(executed) - _SHOWN, repr(policy), _OF_OPERATORS
+            if isinstance(policy, If):
+                is_torchs = getattr(policy.predicate, "__module__", "") == "torch.utils.checkpoint"
+                name, hint = (_TORCHS, hint) if is_torchs else (name, SIGNATURE)
             warn(
-                f"The policy {policy!r} of a rematerialized function saves nothing, because it has matched none of the "
+                f"The policy {name} of a rematerialized function saves nothing, because it has matched none of the "
                 f"operators that were executed: {', '.join(executed[:_SHOWN])}"
-                f"{f' and {more} more' if more > 0 else ''}. "
-                f"{SIGNATURE if isinstance(policy, If) else _OF_OPERATORS}",
+                f"{f' and {more} more' if more > 0 else ''}. {hint}",
                 line,
             )
 
 
 _SHOWN = 8
+_TORCHS = "(the list that create_selective_checkpoint_contexts got)"
 _OF_OPERATORS = (
     "Save some of these operators (functions such as torch.nn.functional.linear decompose into others), or give values "
     "names with remat.checkpoint_name and use policies.save_only_these_names."

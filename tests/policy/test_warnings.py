@@ -153,6 +153,9 @@ def test_the_message_for_a_function_shows_how_it_is_called() -> None:
     (warning,) = said(backward(remat(new(), policy=never), rand(3)))
     assert "policies.save_if(never)" in str(warning.message)
     assert "called as (ctx, op, *args, **kwargs)" in str(warning.message) and "JAX" in str(warning.message)
+    torchs, _ = torch.utils.checkpoint.create_selective_checkpoint_contexts([torch.ops.aten.bmm.default])
+    (warning,) = said(backward(remat(new(), policy=torchs.policy_fn), rand(3)))
+    assert "(the list that create_s" in str(warning.message) and "Save some of these operators" in str(warning.message)
 
 
 @pytest.mark.parametrize("inner, count", [(NEVER, 1), (None, 0), (is_exp, 0)], ids=["operators", "none", "function"])
