@@ -180,7 +180,7 @@ def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
             raise ValueError(f"checkpoints must not be negative, got {checkpoints}.")
         return min(checkpoints, count)
     nbytes = max(1, kinds.nbytes)
-    return min(parse_amount(checkpoints, nbytes * count, "checkpoints") // nbytes, count)
+    return min(parse_amount(checkpoints, nbytes * count, "checkpoints", "carries") // nbytes, count)
 
 
 def _check_depth(count: int, spare: int, options: Options) -> None:

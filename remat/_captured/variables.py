@@ -7,7 +7,7 @@ the region, which would live as long as its own results. Tensors are recorded by
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import is_
@@ -17,7 +17,7 @@ import torch
 
 from .._core.trees import contents, copy_dict
 
-COPIED = (dict, OrderedDict, defaultdict, list)
+COPIED = (dict, OrderedDict, defaultdict, Counter, list)
 
 
 class MISSING:

@@ -12,13 +12,18 @@ _UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)} | {"kB": 1000}
 
 
-def parse_amount(amount: Any, whole: int, name: str) -> int:
-    """The bytes of an amount. Floats and strings such as ``"60%"`` are parts of ``whole``. Errors call it ``name``."""
+def parse_amount(amount: Any, whole: int, name: str, integers: str = "bytes") -> int:
+    """The bytes of an amount. Floats and strings such as ``"60%"`` are parts of ``whole``.
+
+    In errors ``name`` is the amount, and ``integers`` what an int is the number of.
+    """
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
-        raise TypeError(f"{name} must be a number of bytes, a string such as '64MiB', or a float; got {shown(amount)}.")
+        kinds = f"a number of {integers}, a string such as '64MiB', or a float"
+        raise TypeError(f"{name} must be {kinds}; got {shown(amount)}.")
     if isinstance(amount, float):
         if not 0 < amount <= 1:
-            raise ValueError(f"{name} as a float must be a fraction in (0, 1]; got {amount!r}. Pass bytes as an int.")
+            advice = f"Pass a number of {integers} as an int"
+            raise ValueError(f"{name} as a float must be a fraction in (0, 1]; got {amount!r}. {advice}.")
         return int(amount * whole)
     if isinstance(amount, int):
         if amount < 0:

@@ -90,7 +90,7 @@ class _Compiled:
     """What ``module.compile()`` sets: of two modules that share one ``__dict__``, it is for that which was compiled."""
 
     def __get__(self, module: Any, cls: Any = None) -> Any:
-        compiled = module and module.__dict__.get("_compiled_call_impl")
+        compiled = None if module is None else module.__dict__.get("_compiled_call_impl")
         return compiled if getattr(getattr(compiled, "__wrapped__", None), "__self__", None) is module else None
 
     def __set__(self, module: Any, value: Any) -> None:

@@ -262,9 +262,7 @@ def test_numbers_count_first_runs(call: Callable) -> Any:
         others["calls"] += 1
         return x.sin().exp()
 
-    found = values_and_grads(lambda x: call(fn, x), rand(3))
-    assert others["calls"] == (1 if call is TORCH.plain else 2)
-    return found, held.calls, held.dict, variable
+    return values_and_grads(lambda x: call(fn, x), rand(3)), held.calls, held.dict, others, variable
 
 
 @row("a backward pass that needs only the inputs")

@@ -5,9 +5,11 @@ If one of these cases becomes correct, or an error, delete its row.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -16,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from cases import rand
@@ -27,6 +30,7 @@ from remat import RecomputeMismatchError, override, remat
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "what_remat_cant_detect.md"
 NUMBER, CAPTURED = 2.0, torch.tensor(2.0, dtype=torch.float64)
 IMPORTED, CONTEXT, MEMBERS = ModuleType("remat_test_imported"), ContextVar("k", default=2.0), {2.0}
+NUMBERS, QUEUE, ARRAY = itertools.count(2), deque([2.0]), numpy.array([2.0])
 CAPTURED.k, IMPORTED.k, GET = 2.0, 2.0, (TABLE := {"k": 2.0}).get
 
 
@@ -93,6 +97,11 @@ ROWS: dict[str, list[Program]] = {
     "a list or dict of which the function has only a bound method, such as `get = table.get`": [
         later(lambda x: of(x, GET("k")), item(TABLE, "k")),
     ],
+    "iterators and generators, which each run advances; deques and NumPy arrays": [
+        later(lambda x: of(x, next(NUMBERS)), nullcontext),
+        later(lambda x: of(x, QUEUE[0]), item(QUEUE, 0)),
+        later(lambda x: of(x, ARRAY[0]), item(ARRAY, 0)),
+    ],
     "globals of a function that the region calls through an object, a class or an imported module, as in `other.method(x)` or `utils.helper(x)`; methods that `forward` calls on `self` are covered, but not what these call": [  # noqa: E501
         later(HOLDER.calls_another, item(GLOBALS, "NUMBER")),
     ],
@@ -100,7 +109,7 @@ ROWS: dict[str, list[Program]] = {
         later(lambda x: of(x, SCRIPTED(torch.ones(1).double())),
               partial(written, lambda value: setattr(SCRIPTED, "weight", CAPTURED.new_full((1, 1), value)))),
     ],
-    "memory that is changed through `.data` or NumPy": [
+    "memory of tensors that is changed through `.data` or NumPy": [
         later(lambda x: of(x, CAPTURED), partial(written, CAPTURED.data.fill_)),
         later(lambda x: of(x, CAPTURED), partial(written, lambda value: CAPTURED.numpy().fill(value))),
     ],
