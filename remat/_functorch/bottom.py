@@ -37,7 +37,7 @@ class Call:
         self.recorder = recorder  # records the first run, under a policy
         self.watch: Any = None  # of the first run
         self.depends: list[bool] | None = None  # which results depend on operands that are followed
-        self.batched: dict[Any, Batched] = {}  # the ``vmap`` of the region, and of its pullbacks
+        self.batched: dict[tuple[int, Any], Batched] = {}  # level, region -> its ``vmap``, also of its pullbacks
         self.tape: Tape | None = None
         self.operands: Tensors = ()
         self.guards: Guards = NO_GUARDS  # the operands' guards

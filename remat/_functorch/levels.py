@@ -53,7 +53,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
             return apply(region, operands, call, wanted)
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
-        inner, below = call.batched.get(_ungraded(region.inner)), call.orders_below > order_of(region.inner)
+        inner, below = call.batched.get((level, _ungraded(region.inner))), call.orders_below > order_of(region.inner)
         batched, values = batched_pullback(region, values, dims, size, randomness, inner, below)
     else:
         sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
@@ -62,7 +62,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         outs = apply(batched, values, call, wanted)
     if wanted is not None and not isinstance(batched, PullbackOfBatched):
         # A node above refers to the region, so it may need its pullback.
-        call.batched[_ungraded(region)] = batched
+        call.batched[level, _ungraded(region)] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
 

@@ -102,6 +102,7 @@ RANDOM: dict[str, Callable[[Wrap, Fn], Any]] = {
     "no batch, grad": lambda wrap, vmap: vmap(lambda y: grad(summed(wrap(draws)))(V) * y)(X),
     "no batch, maximum": lambda wrap, vmap: vmap(lambda y: grad(summed(wrap(lambda x: draws(x) * x.max())))(V) * y)(X),
     "no batch, two grads": lambda wrap, vmap: vmap(grad(lambda y: (grad(summed(wrap(draws)))(V) * y).sum()))(X),
+    "no batch, mapped pull": lambda wrap, vmap: vmap(lambda y: vmap(vjp(wrap(draws), V)[1])(X)[0].sum(0) * y)(X),
     "no batch, grad around": lambda wrap, vmap: grad(lambda w: vmap(lambda y: wrap(draws)(w) * y)(X).sum())(V),
 }
 
