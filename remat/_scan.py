@@ -32,6 +32,7 @@ from ._function import call
 from ._measure.program import Program
 from ._policy.policy import PolicyLike
 from ._region.around import of_region
+from ._region.error_context import add_note
 from ._region.fingerprints import fingerprint
 from ._region.hooks import hooks_hidden
 from ._region.options import Options, checked_options
@@ -165,9 +166,20 @@ def scan(
         return carry, loop.y.empty()
     _check_depth(count, spare, options)
     run = loop.in_blocks if checkpoints is None and count > 2 else loop.in_regions
-    last, ys = run(count, spare, 0, carry, leaves)
+    try:
+        last, ys = run(count, spare, 0, carry, leaves)
+    except Exception as error:
+        if type(xs) is list and len({leaf.shape for leaf in leaves}) == 1:
+            add_note(error, _A_LIST)
+        raise
     stacks = [None if column[0] is None else torch.stack(column[loop.order]) for column in zip(*ys)]
     return last, loop.y.spec.unflatten(stacks)
+
+
+_A_LIST = (
+    "xs is a list: a step gets a list with one entry of each of its tensors. If they are the steps, stack them: "
+    "`torch.stack(xs)`."
+)
 
 
 def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:

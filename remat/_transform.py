@@ -123,15 +123,17 @@ def _misuse(others: dict[str, Any]) -> str:
             f"remat has no option {next(iter(others))!r}. It has policy, preserve_rng_state, determinism_check, "
             f"early_stop and debug. The arguments of the function follow: `remat(fn)(x)`."
         )
+    in_torch = {"context_fn": " In place of context_fn give a policy.", "use_reentrant": " Leave use_reentrant out."}
     return (
-        "remat returns a function, to call with the arguments: `remat(fn)(x)`. Options are keywords: `policy=...`. For "
-        "torch's own signature use remat.compat.checkpoint: `checkpoint(fn, x, use_reentrant=False)`."
+        f"remat returns a function, to call with the arguments: `remat(fn)(x)`. Options are keywords: `policy=...`."
+        f"{''.join(text for name, text in in_torch.items() if name in others)} For torch's own signature use "
+        f"remat.compat.checkpoint: `checkpoint(fn, x, use_reentrant=False)`."
     )
 
 
 def wrapped(fn: Any, options: Options) -> Any:
     """Return the rematerialized function or module."""
-    if isinstance(fn, Policy):
+    if isinstance(fn, (Policy, str)):
         raise TypeError("The policy is a keyword argument: `remat(fn, policy=...)`.")
     if not callable(fn) and not isinstance(fn, (classmethod, staticmethod)):
         raise TypeError(

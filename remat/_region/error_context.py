@@ -27,9 +27,9 @@ def with_region(error: E, region: Any, recomputing: bool = True) -> E:
         error.region = where
         error.args = (f"{with_parameters(root.fn, str(error))}\nThe region is {where}.",)
     elif recomputing:
-        _add_note(error, f"while recomputing {where}")
+        add_note(error, f"while recomputing {where}")
     elif str(error).startswith("Expanded Weights"):
-        _add_note(error, "Regions don't take expanded weights: for per-sample gradients write `vmap(grad(loss))`.")
+        add_note(error, "Regions don't take expanded weights: for per-sample gradients write `vmap(grad(loss))`.")
     return error.with_traceback(error.__traceback__ if root.options.debug else without_internals(error.__traceback__))
 
 
@@ -51,7 +51,7 @@ def name_of_region(root: Any) -> str:
     return f"{name_of(root.fn)} {root.options.name!r}" if root.options.name else name_of(root.fn)
 
 
-def _add_note(error: Exception, note: str) -> None:
+def add_note(error: Exception, note: str) -> None:
     notes = getattr(error, "__notes__", [])
     if note not in notes:
         error.__notes__ = [*notes, note]  # Python 3.10 has no `add_note`

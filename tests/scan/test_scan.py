@@ -516,6 +516,12 @@ def test_errors(arguments: dict[str, Any], error: type[Exception], message: str)
         scan(**{"step": same, "carry": ONES, **arguments})
 
 
+def test_the_error_of_a_step_says_that_xs_is_a_list_of_the_steps() -> None:
+    with pytest.raises(TypeError) as caught:
+        scan(lambda h, x: (h + x, None), ONES, [ONES, ONES])
+    assert "stack them: `torch.stack(xs)`" in caught.value.__notes__[0]
+
+
 @pytest.mark.parametrize("xs", [torch.zeros(2, 2, 3), None])
 def test_no_steps(xs: Any) -> None:
     """As `jax.lax.scan`: the first carry, and an empty y. The step leaves no trace."""
