@@ -34,7 +34,7 @@ class Facts:
             self.writes = []  # the one changes only shape and strides, the other only informs the allocator
         self.makes_nothing = name.startswith(("aten::empty", "aten::new_empty"))
         # It reads only the shape, dtype and device of its arguments.
-        self.reads_nothing = self.makes_nothing or name.startswith("aten::new_") or name.endswith("_like")
+        self.reads_nothing = name.startswith("aten::new_") or name.endswith("_like")
         namespace = getattr(func, "namespace", "aten")
         # Its tags may be missing. A higher-order operator has none, and what it calls may draw random numbers.
         self.foreign = namespace not in _NAMESPACES

@@ -123,9 +123,7 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 def is_dual(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries a tangent of the active forward-mode level."""
-    if not private.dual_level_active() or tensor.is_inference():
-        return False
-    return fwAD.unpack_dual(tensor).tangent is not None
+    return private.dual_level_active() and fwAD.unpack_dual(tensor).tangent is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

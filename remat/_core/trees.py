@@ -43,7 +43,8 @@ def copy_dict(value: dict[Any, Any]) -> dict[Any, Any]:
     """A plain copy of a dict."""
     if type(value) is dict:
         return value.copy()
-    return dict(OrderedDict.items(value) if isinstance(value, OrderedDict) else dict.items(value))
+    cls: Any = OrderedDict if issubclass(type(value), OrderedDict) else dict
+    return dict(cls.items(value))
 
 
 def _base(container: Any) -> Any:

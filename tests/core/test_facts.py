@@ -31,6 +31,7 @@ CALLS: dict[str, tuple[Any, tuple, dict]] = {
     "statistics": (aten.native_batch_norm.default, (*NORM, True, 0.1, 1e-5), {}),
     "a number": (aten._local_scalar_dense.default, (torch.ones(()),), {}),
     "memory": (aten.empty_like.default, (torch.ones(3),), {}),
+    "new memory": (aten.new_empty.default, (torch.ones(3), [2]), {}),
     "zeros of this shape": (aten.zeros_like.default, (torch.ones(3),), {}),
     "ones of this dtype": (aten.new_ones.default, (torch.ones(3), [2]), {}),
 }  # fmt: skip
@@ -48,8 +49,8 @@ def test_what_a_call_writes_shares_and_draws(name: str) -> None:
     storages, written = ({t.untyped_storage().data_ptr() for t in each} for each in (given, changed))
     assert facts.views == any(t.untyped_storage().data_ptr() in storages - written for t in tensors(result))
     assert facts.observes == (not tensors(result)) and facts.updates_statistics == (name == "statistics")
-    assert facts.makes_nothing == (name == "memory") and not facts.foreign
-    assert facts.reads_nothing == (name in ("memory", "zeros of this shape", "ones of this dtype"))
+    assert facts.makes_nothing == ("memory" in name) and not facts.foreign and facts.func is op
+    assert facts.reads_nothing == ("memory" in name or " of this " in name)
 
 
 def test_operators_of_other_kinds() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from torch.utils.checkpoint import CheckpointError
 from benchmarks.measure import PeakMemory, gc_disabled
 from remat import RematError, policies
 from remat import remat as transform
-from remat._core.passes import nearest_engine_call
+from remat._core import private
+from remat._core.passes import Pass, nearest_engine_call
 from remat._core.private import engine_call, gradient_hooks
 from remat.compat import GraphExecGroup, checkpoint
 
@@ -46,11 +49,12 @@ def test_one_recompute_for_two_passes(module: Any, retain: bool) -> None:
     assert_same(found, gradients(two, x))
     first, second = transform(runs)(x)
     with torch.utils.checkpoint.GraphExecGroup():
+        assert_same(first.grad_fn._saved_result, two(x)[0])  # not in a pass, so it recomputes for this read only
         found = grad(first, x, retain_graph=True), grad(second, x, retain_graph=True)
         with pytest.raises(RematError, match="need the same value"):
             grad(second, x)
     assert_same(found, gradients(two, x))
-    assert runs.count == 4
+    assert runs.count == 5
 
 
 @both
@@ -118,6 +122,24 @@ def test_the_call_of_the_engine_that_runs_a_hook() -> None:
     assert [len(hooks) for t in (x, x.detach()) for hooks in gradient_hooks(t)] == [1, 1, 0, 0]
     x.sum().backward()
     assert calls[0].f_code is engine_call.__code__ and calls[1] is nearest_engine_call(sys._getframe()) is None
+    assert nearest_engine_call(None, within=sys._getframe()) is None  # the frames of a thread that has gone on
+
+
+def test_a_pass_releases_what_the_reader_before_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of nodes, by their numbers, and of the inner regions of each frame."""
+    released, running = list[str](), Pass()
+    frame = type("Frame", (), {"clear": lambda self: released.append("frame")})()
+    monkeypatch.setattr(private, "sequence_number", lambda node: node)
+    steps = ((1, None, ""), (1, None, ""), (2, None, "01"), (None, "A", ""), (None, "A", ""), (None, "B", "34"),
+             (None, None, "2"), (None, None, "6"))  # fmt: skip
+    for i, (node, reader, expected) in enumerate(steps):
+        monkeypatch.setattr(private, "current_node", lambda node=node: node)
+        running.read(SimpleNamespace(empty=lambda i=i: released.append(str(i))), frame, reader)
+        assert "".join(released) == expected
+        released.clear()
+    running.frames = [weakref.ref(frame), weakref.ref(type(frame)())]
+    del running
+    assert sorted(released) == ["5", "7", "frame"]
 
 
 def live(memory: PeakMemory, x: Tensor) -> int:

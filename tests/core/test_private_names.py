@@ -1,19 +1,26 @@
-"""The package uses torch's private names in one file only, and all of them exist in this torch."""
+"""The package uses torch's private names in one file only, all of them exist in this torch, and their helpers work."""
 
 from __future__ import annotations
 
 import ast
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from pkgutil import resolve_name
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch._dynamo.variables import builder
+from torch._functorch.aot_autograd import aot_function
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import checkpoint
 
 import remat
 from remat._core import private
-from remat._core.state import carry
+from remat._core.state import _carry_in_torch_2_11, carry
 
 PACKAGE = Path(remat.__file__).parent
 OWN = PACKAGE / "_core" / "private.py"
@@ -79,8 +86,10 @@ def test_all_private_names_exist() -> None:
 
 def test_dynamo_has_the_attributes_that_are_set() -> None:
     """A missing one that is read is an error in the tests of what reads it."""
-    assert hasattr(torch.compiler.disable(lambda: None), "_torchdynamo_disable")
-    assert hasattr(torch.compiler.assume_constant_result(lambda: None), "_dynamo_marked_constant")
+    for disable in (torch.compiler.disable, private.never_traced):
+        assert hasattr(disable(lambda: None), "_torchdynamo_disable")
+    for constant in (torch.compiler.assume_constant_result, private.constant):
+        assert hasattr(constant(lambda: None), "_dynamo_marked_constant")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
@@ -105,7 +114,7 @@ def test_every_name_of_the_file_is_used() -> None:
         assert (word.search(text) or len(word.findall(own)) > 1) and hasattr(private, name), name
 
 
-def test_a_carried_value_has_one_reference() -> None:
+def test_a_carried_value_has_one_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch 2.11 steals a reference to the value."""
     value = (object(),)
     before = sys.getrefcount(value)
@@ -114,3 +123,75 @@ def test_a_carried_value_has_one_reference() -> None:
         assert sys.getrefcount(value) == before + 1 and private.carried("remat.test") is value
     carry("remat.test", None)
     assert sys.getrefcount(value) == before
+    stolen: list[Any] = []
+    monkeypatch.setattr(private, "carry", lambda key, value: stolen.append(id(value)))
+    _carry_in_torch_2_11("remat.test", value)
+    assert stolen == [id(value)] and sys.getrefcount(value) == before + 1
+
+
+def test_what_tracers_show_and_values_between_modifications() -> None:
+    found: list[tuple] = []
+
+    def fn(x: Tensor) -> tuple[Any, Any]:
+        y = x.sin()
+        before = private.value_now(y)
+        y.view(3).mul_(2)
+        after = private.value_now(y)
+        y.unsqueeze(0).add_(1)
+        node = private.traced_node(y)
+        found.append((private.tracing(), private.functionalizing(), None if node is None else node.target))
+        return (before, after) if before is after else (private.holding(before), private.holding(after))
+
+    x = torch.ones(3)
+    fn(x), make_fx(fn)(x), torch.jit.trace(fn, x, check_trace=False)
+    assert found == [(False, False, None), (True, False, None), (True, False, None)]
+    found.clear()
+    results = aot_function(fn, lambda graph, _: graph)(x)
+    assert found[0] == (False, True, None) and found[-1] == (True, True, torch.ops.aten.squeeze.dim)
+    assert torch.equal(results[0], x.sin()) and torch.equal(results[1], x.sin() * 2) and private.holding(2) == 2
+
+
+def test_what_dynamo_traces(fresh_dynamo: None) -> None:
+    x, graphs = torch.ones(3), list[Any]()
+
+    def count(fn: Callable, *args: Any, **options: Any) -> int:
+        graphs.clear()
+        torch.compile(fn, backend=lambda graph, _: graphs.append(graph) or graph.forward, **options)(*args)
+        return len(graphs)
+
+    skipped, never = private.skipped_unless_inlined(lambda x: x.sin()), private.never_traced(lambda x: x.cos())
+    mode = type("Mode", (private.DispatchMode,), {"__torch_dispatch__": lambda self, x: x.sin()})()
+    assert count(skipped, x) == count(mode.__torch_dispatch__, x) == 0
+    assert count(lambda x: skipped(x) + 1, x, fullgraph=True) == count(lambda x: never(x) + 1, x) == 1
+    for fn, error in [(never, "disable"), (lambda x: private.graph_break("a reason"), "a reason")]:
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=error):
+            count(lambda x: (fn(x), x.exp()), x, fullgraph=True)
+
+
+def test_dynamo_knows_the_function_that_replaces_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = checkpoint.checkpoint
+    monkeypatch.setattr(builder, "is_utils_checkpoint", builder.is_utils_checkpoint)
+    monkeypatch.setattr(checkpoint, "checkpoint", len)
+    for replaced in (True, False):
+        private.let_dynamo_trace_checkpoint(replaced)
+        assert builder.is_utils_checkpoint(original if replaced else len)
+        assert not builder.is_utils_checkpoint(len if replaced else original)
+
+
+def test_switches_caches_and_allocations() -> None:
+    assert private.checkpoint_switches() == {}
+    with checkpoint.set_checkpoint_debug_enabled(False):
+        assert private.checkpoint_switches() == {"debug": False}
+    private.set_cached_weights(1, (("key", 2),))
+    assert private.cached_weights() == (1, (("key", 2),))
+    private.set_cached_weights(0, ())
+    private.start_recording_allocations()
+    x = torch.empty(100)
+    for name in ("mark", "other"):
+        with torch.profiler.record_function(name):
+            pass
+    del x
+    assert private.recorded_allocations("mark") == [400, None, -400]
+    with torch.fx.traceback.preserve_node_meta(), torch.fx.traceback.annotate({"said": 1}):
+        assert private.said_of_node() == {"said": 1}
+    assert private.said_of_node() == {}

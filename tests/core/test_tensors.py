@@ -11,9 +11,10 @@ import torch.autograd.forward_ad as fwAD
 from cases import rand
 from torch import Tensor
 from torch.func import grad, jvp, vmap
+from torch.testing._internal.two_tensor import TwoTensor
 
 from benchmarks.measure import OpCounter
-from remat._core import tensors
+from remat._core import private, tensors
 from remat._core.facts import flops
 from remat._core.state import alias
 from remat._core.versions import check_version
@@ -40,17 +41,36 @@ def test_requires_grad_at_some_level() -> None:
     assert found == [True, True, True, False, False]
 
 
+def test_what_is_followed_below_a_level() -> None:
+    x, constant, found, left = rand(3), rand(3, grad=False), list[bool](), list[Tensor]()
+
+    def fn(y: Tensor) -> Tensor:
+        left.append(y)
+        inner = grad(lambda z: (left.append(z), z.sin().sum())[1])(tensors.bare(y))
+        candidates = x, constant, y, y.detach(), tensors.bare(y), left[-1]
+        found.extend(tensors.is_followed_below(1, t) for t in candidates)
+        return (y * inner).sum()
+
+    grad(fn)(x)
+    assert found == [True, False, False, False, True, True]
+    assert [tensors.is_followed_below(1, t) for t in left] == [True, True]  # their levels have ended
+
+
 def test_views_and_dtypes_that_autograd_does_not_follow() -> None:
     x = rand(3)
     with torch.no_grad():
         view = x[:2]
     assert [tensors.is_in_graph(t) for t in (x, x[:2], view, x.detach())] == [True, True, False, False]
+    assert not torch.inference_mode()(tensors.is_in_graph)(view)
     can = [tensors.is_differentiable(torch.zeros(1, dtype=dtype)) for dtype in (torch.half, torch.cfloat, torch.int)]
     assert can == [True, True, False]
     special = torch.ones(3).as_subclass(type("Special", (Tensor,), {}))
     with OpCounter() as seen:
         assert [type(alias(t)) for t in (x, special)] == [Tensor, type(special)]
     assert seen["aten.detach"] == 1  # only a subclass may see it
+    with private.FakeTensorMode():
+        fake = torch.ones(3)
+    assert [tensors.has_data(t) for t in (x, fake, torch.ones(3, device="meta"))] == [True, False, False]
 
 
 def test_the_bottom_of_a_wrapper_and_what_vmap_has_left() -> None:
@@ -77,6 +97,10 @@ def test_copies_keep_the_layout(name: str) -> None:
     for copy in (tensors.copied(tensor), tensors.laid_out(tensor.contiguous(), tensor.stride())):
         assert torch.equal(copy, tensor) and copy.stride() == tensor.stride()
         assert copy.data_ptr() != tensor.data_ptr() or tensor.is_contiguous()
+    columns = [
+        vmap(lambda x, copy=copy: copy(x.expand(2, 4)), 1)(torch.eye(4)) for copy in (tensors.copied, torch.clone)
+    ]
+    assert torch.equal(*columns)
 
 
 def test_tensors_that_share_memory() -> None:
@@ -84,6 +108,19 @@ def test_tensors_that_share_memory() -> None:
     assert tensors.overlapping({3: rows[:2], 5: rows[1:], 7: torch.zeros(2), 9: torch.zeros(2).to_sparse()}) == {3, 5}
     assert tensors.overlapping({0: rows[:2], 1: rows[2:]}) == set() and tensors.copied(rows.to_sparse()).is_sparse
     assert tensors.overlapping({0: rows[:, 0], 1: rows[:, 1]}) == {0, 1}  # their elements alternate
+    assert tensors.holder(rows[1:]) is rows.untyped_storage()
+    for other in (rows.to_sparse(), rows.to_sparse_csr(), torch.nested.nested_tensor([rows])):
+        assert tensors.holder(other) is other and tensors.copied(other).layout == other.layout
+
+
+def test_tensors_that_are_made_of_others() -> None:
+    rows = torch.zeros(4, 3)
+    both = TwoTensor(rows[:2], rows[:2])
+    assert tensors.parts(both) == [both.a, both.b] and tensors.parts(2) == []
+    assert [tensors.is_wrapper_call((Tensor, cls)) for cls in (Tensor, TwoTensor)] == [False, True]
+    assert tensors.overlapping({0: both, 1: rows[2:]}) == set() and tensors.overlapping({0: both, 1: rows}) == {0, 1}
+    gaps = TwoTensor(rows[:, ::2], rows[:, ::2])
+    assert type(tensors.copied(gaps)) is TwoTensor and torch.equal(tensors.copied(gaps).a, gaps.a)
 
 
 def test_a_wrapper_without_its_history_at_one_level() -> None:
@@ -98,7 +135,10 @@ def test_a_wrapper_without_its_history_at_one_level() -> None:
     grad(fn)(x)
     with fwAD.dual_level():
         assert [tensors.is_recorded(fwAD.make_dual(x.detach(), t)) for t in (x, x.detach())] == [True, False]
-        assert not tensors.is_recorded(torch.inference_mode()(torch.ones)(3)) and not tensors.is_recorded(x.detach())
+        assert [tensors.is_recorded(t) for t in (x, x.detach())] == [True, False]
+        for copy in (tensors.detached, tensors.as_leaf):
+            assert tensors.is_dual(copy(fwAD.make_dual(x.detach(), x))) and not tensors.is_dual(copy(x))
+        assert tensors.is_dual(fwAD.make_dual(torch.inference_mode()(torch.ones)(3), x))
 
 
 def test_an_untested_version_of_torch_warns() -> None:

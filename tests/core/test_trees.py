@@ -15,6 +15,7 @@ import torch.utils._pytree as torch_pytree
 from torch import Tensor, nn
 
 from remat import MutationError, remat
+from remat._core import trees
 from remat._core.trees import _is_new_node, describe_difference, flatten, paths
 
 
@@ -201,6 +202,22 @@ def test_a_difference_is_described_at_its_path(before: Any, after: Any, sentence
 
 
 X, Y = torch.tensor([0.3, 0.4]), torch.tensor([1.3, 0.7])
+# Containers whose own methods are never called.
+ABSENT = dict.fromkeys(["__len__", "__iter__", "__getattribute__", "copy", "items", "values"])
+DICT, ORDERED, LIST, TUPLE = (type(base.__name__, (base,), ABSENT) for base in (dict, OrderedDict, list, tuple))
+
+
+def test_what_containers_hold_is_read_without_their_own_methods() -> None:
+    ordered = ORDERED(a=X, b=2)
+    OrderedDict.move_to_end(ordered, "a")
+    for container in ({"b": 2, "a": X}, DICT(b=2, a=X), ordered, LIST([2, X]), TUPLE((2, X))):
+        if issubclass(type(container), dict):
+            copy = trees.copy_dict(container)
+            assert type(copy) is dict and copy is not container and list(copy.items()) == [("b", 2), ("a", X)]
+        found = list(trees.contents(container))
+        assert trees.size(container) == len(found) == 2 and any(value is X for value in found)
+        assert len(trees.without_plain(found)) == 1 and type(trees.attributes(container)) is dict
+    assert trees.attributes(2) == {} and trees.attributes(Plain(1)) == {"a": 1, "b": None}
 
 
 def test_leaves_that_are_returned_are_the_same_objects() -> None:
