@@ -1,7 +1,6 @@
-"""Peaks and live bytes of the storages that operations make, against counts by hand."""
+"""The tools that tests and benchmarks measure with, against counts by hand."""
 
-from __future__ import annotations
-
+import doctest
 import gc
 import threading
 from collections.abc import Callable
@@ -11,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vmap
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
-from benchmarks.measure import PeakMemory, count_flops, count_ops, gc_disabled, held_bytes, leaked_bytes, peak_bytes
+from benchmarks import measure
+from benchmarks.measure import OpCounter, PeakMemory, count_flops, count_ops, held_bytes, leaked_bytes, peak_bytes
 
 ROWS, COLUMNS = 8, 32
 N = ROWS * COLUMNS * 4  # bytes of one float32 activation
@@ -24,37 +26,15 @@ def x() -> Tensor:
     return torch.randn(ROWS, COLUMNS)
 
 
-class Wrapped(Tensor):
-    """A wrapper subclass around one tensor, as DTensor is around its local one."""
-
-    elem: Tensor
-
-    @staticmethod
-    def __new__(cls, elem: Tensor) -> Wrapped:
-        self = Tensor._make_wrapper_subclass(cls, elem.shape, dtype=elem.dtype)
-        self.elem = elem
-        return self
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["elem"], None
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return cls(func(*(a.elem if isinstance(a, cls) else a for a in args), **(kwargs or {})))
-
-
 def halved(x: Tensor) -> Tensor:
     with torch.autograd.graph.saved_tensors_hooks(lambda saved: saved.half(), lambda packed: packed.float()):
         return x.tanh().sum()
 
 
 VIEWS: list[Callable[[Tensor], Any]] = [
-    lambda x: x.view(-1),
-    lambda x: x.T[3:],
-    lambda x: x.detach(),
-    lambda x: x.unbind(),
+    lambda x: x.view(-1), lambda x: x.T[3:], lambda x: x.detach(), lambda x: x.unbind(),
     lambda x: x.expand(5, *x.shape),
-]
+]  # fmt: skip
 # The peak of a function, and what its result holds.
 COUNTS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "a chain": (lambda x: x.exp().exp().exp(), 2 * N, N),
@@ -68,7 +48,7 @@ COUNTS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "a dense tensor": (lambda x: x.to_sparse().to_dense(), N, N),
     "what autograd saves": (lambda x: x.requires_grad_().tanh().sum(), N + SCALAR, N + SCALAR),
     "what hooks save": (lambda x: halved(x.requires_grad_()), N + N // 2 + SCALAR, N // 2 + SCALAR),
-    "a wrapper subclass": (lambda x: Wrapped(x).exp().exp(), 2 * N, N),
+    "a wrapper subclass": (lambda x: TwoTensor(x, x).exp().exp(), 4 * N, 2 * N),
     # The output of tanh and its gradient; the loss and the gradient that the backward starts from.
     "grad": (grad(lambda x: x.tanh().sum()), 2 * N + 2 * SCALAR, N),
     "vmap": (vmap(lambda row: row.tanh().tanh()), 2 * N, N),
@@ -123,14 +103,78 @@ def test_flops_and_operations_are_those_below_all_transforms_and_subclasses() ->
     x = torch.ones(2, 3)
     assert count_flops(lambda x: (x @ x.T).tanh(), x) == 2 * 2 * 3 * 2
     assert count_flops(lambda x: vmap(lambda row: x @ row)(x), x) == 2 * 2 * 3 * 2
-    assert count_flops(lambda x: Wrapped(x).exp().mm(Wrapped(x.T)), x) == 2 * 2 * 3 * 2
-    assert count_ops(lambda x: x.exp().exp(), Wrapped(x)) == {"aten.exp": 2}
+    assert count_flops(lambda x: TwoTensor(x, x).exp().mm(TwoTensor(x.T, x.T)), x) == 2 * 2 * 2 * 3 * 2
+    assert count_ops(lambda x: x.exp().exp(), TwoTensor(x, x)) == {"aten.exp": 4}
 
 
 def test_the_collector_is_off_in_the_block_and_restored_after_it() -> None:
-    with pytest.raises(ZeroDivisionError), gc_disabled():
-        with gc_disabled():
+    with pytest.raises(ZeroDivisionError), measure.gc_disabled():
+        with measure.gc_disabled():
             pass
         assert not gc.isenabled()
         1 / 0  # noqa: B018
     assert gc.isenabled()
+
+
+class Cycle:
+    """An object in a reference cycle, which keeps other objects alive until the garbage collector runs."""
+
+    def __init__(self, *held: Any) -> None:
+        self.held = held
+        self.me = self
+
+
+def test_memory_that_only_a_cycle_holds_is_leaked(x: Tensor) -> None:
+    assert leaked_bytes(lambda x: x.tanh().tanh().sum(), x.requires_grad_()) == 0
+    assert leaked_bytes(lambda x: Cycle(x.exp()) and None, x) == N
+    gc.collect()
+
+
+def test_allocated_bytes_contain_memory_inside_a_kernel(x: Tensor) -> None:
+    step = lambda x: torch.autograd.grad(x.tanh().tanh().sum(), x)[0]
+    x.requires_grad_()
+    assert measure.allocated_bytes(step, x) == peak_bytes(step, x) == 3 * N + 2 * 4
+    assert measure.allocated_bytes(lambda x: x.view(-1), x) == 0
+    inverse = lambda x: torch.linalg.inv(x @ x.T + torch.eye(8))
+    assert measure.allocated_bytes(inverse, x.detach()) > peak_bytes(inverse, x.detach())
+
+
+def test_ops_are_counted_by_packet(x: Tensor) -> None:
+    with OpCounter() as counter:
+        x.tanh().tanh() * x.exp() + 1 + x
+    assert counter["aten.mm"] == 0
+    assert counter.counts == {"aten.tanh": 2, "aten.exp": 1, "aten.mul": 1, "aten.add": 2}
+    ops = count_ops(vmap(grad(lambda row: row.tanh().sum())), x)
+    assert ops["aten.tanh"] == ops["aten.tanh_backward"] == 1  # once per batch
+    step = lambda x: torch.autograd.grad(checkpoint(torch.tanh, x, use_reentrant=False).sum(), x)
+    assert count_ops(step, x.requires_grad_())["aten.tanh"] == 2  # a recompute counts again
+
+
+def test_objects_in_a_view_a_graph_or_a_cycle_are_alive(x: Tensor) -> None:
+    tensor = r"storage of a torch.float32 tensor of shape \(8, 32\)$"
+    for make, keep, name in (
+        (lambda: x.exp(), lambda y: y[0], tensor),
+        (lambda: x.requires_grad_().tanh(), lambda y: y.sum(), tensor),
+        (Cycle, lambda y: None, "Cycle"),
+    ):
+        with pytest.raises(AssertionError, match=f"still alive .*{name}"), measure.assert_freed_without_gc() as watch:
+            made = make()
+            watch(made)
+            kept = keep(made)
+            del made
+        del kept
+    gc.collect()
+
+
+def test_watching_nothing_is_an_error_but_an_exception_in_the_block_takes_precedence(x: Tensor) -> None:
+    with pytest.raises(AssertionError, match="nothing was watched"), measure.assert_freed_without_gc():
+        pass
+    with pytest.raises(KeyError), measure.assert_freed_without_gc() as watch:
+        watch(x)
+        raise KeyError
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    assert held_bytes(torch.exp, torch.ones(2)) == 8
+    result = doctest.testmod(measure)
+    assert result.attempted > 0 and result.failed == 0
