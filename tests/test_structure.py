@@ -1,16 +1,25 @@
-"""The structure of the package: imports go one way, and the design page names every file."""
+"""The structure of the package and the types of its public names; the project's files agree with each other."""
 
 from __future__ import annotations
 
 import ast
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from cases import run_program
 
 import remat
+from remat._core import versions
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(remat.__file__).parent
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -19,6 +28,9 @@ MODULES = {
 # Each may import the packages before it. `_modules` and `_planning` are above all, with the public modules.
 ORDER = "core, policy, ambient, captured, region, selective, engine, functorch, compile, measure"
 PACKAGES = [f"_{name}" for name in ORDER.split(", ")]
+CASES = "tests/typing_cases.py"
+BIN = Path(sys.executable).parent
+PYRIGHT = shutil.which("pyright", path=str(BIN))
 
 
 def imported(name: str, path: Path) -> set[str]:
@@ -69,7 +81,7 @@ def test_few_private_files_are_beside_what_users_call_and_no_function_has_the_na
 
 
 def test_the_design_page_names_every_file_and_each_package_has_a_docstring_of_one_line() -> None:
-    text = (PACKAGE.parent / "docs" / "internals" / "design.md").read_text()
+    text = (ROOT / "docs" / "internals" / "design.md").read_text()
     entries = text.split("\n## Packages\n")[1].split("\n## ")[0].split("\n- **`")[1:]
     rows = {entry.split("/`")[0]: entry for entry in entries}
     folders = {folder.name: folder for folder in PACKAGE.glob("_*") if (folder / "__init__.py").exists()}
@@ -85,3 +97,71 @@ def test_the_package_does_not_import_dynamo() -> None:
     """Its import takes as long as that of torch."""
     code = "import sys, remat, remat.nn; print([name for name in sys.modules if name.startswith('torch._dynamo')])"
     assert run_program(code).strip() == "[]"
+
+
+def run(*command: str) -> str:
+    paths = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}  # pyright finds packages by PATH
+    done = subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True, timeout=110)
+    return done.stdout + done.stderr
+
+
+@pytest.mark.skipif(find_spec("mypy") is None, reason="no mypy")
+def test_mypy() -> None:
+    assert "Success: no issues" in run(sys.executable, "-m", "mypy", CASES)
+
+
+@pytest.mark.skipif(PYRIGHT is None, reason="no pyright")
+def test_pyright_and_the_types_of_all_public_names() -> None:
+    assert PYRIGHT is not None
+    assert "\n0 errors, 0 warnings" in "\n" + run(PYRIGHT, CASES)
+    score = re.search(r"Type completeness score: ([\d.]+)%", run(PYRIGHT, "--verifytypes", "remat", "--ignoreexternal"))
+    assert score is not None and float(score[1]) >= 95
+
+
+def test_the_accepted_cases_run() -> None:
+    text = (ROOT / CASES).read_text()
+    assert text.count("# type: ignore") == 13
+    exec(compile(text.partition("# --- rejected")[0], CASES, "exec"), {"__name__": "typing_cases"})
+
+
+def test_the_version_is_defined_once() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", remat.__version__)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert 'dynamic = ["version"]' in project and not re.search(r"^version\b", project, re.MULTILINE)
+    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert headings[0] == remat.__version__
+
+
+def test_the_oldest_python_is_the_same_everywhere() -> None:
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
+    assert f'requires-python = ">={pythons[0]}"' in project
+    assert f'target-version = "py{pythons[0].replace(".", "")}"' in project
+
+
+def test_the_tested_versions_are_those_that_ci_reads() -> None:
+    tested = json.loads((ROOT / ".ci/versions.json").read_text(encoding="utf-8"))
+    assert "fromJSON" in (workflow := (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
+    assert "< .ci/versions.json" in workflow
+    pythons, torches = tested["python"], [version.removesuffix(".0") for version in tested["torch"]]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert re.findall(r"Programming Language :: Python :: (3\.\d+)", project) == pythons
+    assert f'"torch>={torches[0]}"' in project
+    assert [f"{major}.{minor}" for major, minor in (versions.OLDEST, versions.NEWEST)] == [torches[0], torches[-1]]
+    default = re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert default and default.group(1) in tested["torch"]
+    (without,) = tested["exclude"]
+    sentence = (
+        f"with Python {pythons[0]} to {pythons[-1]} and torch {', '.join(torches[:-1])} and {torches[-1]} "
+        f"(not {without['torch'].removesuffix('.0')} with Python {without['python']})"
+    )
+    for page in ("README.md", "CHANGELOG.md", "docs/index.md", "docs/reference/limits.md"):
+        assert sentence in " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+def test_relative_links_lead_to_a_file() -> None:
+    pages = [*ROOT.glob("*.md"), *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
+    links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8"))]
+    local = [(page, link) for page, link in links if not link.startswith("http")]
+    assert len(local) > 50
+    assert [(page.name, link) for page, link in local if not (page.parent / link).exists()] == []
