@@ -68,12 +68,9 @@ def captured(wrap: Callable) -> Callable:
 
 # Each with the number of products that the backward recomputes.
 PROGRAMS: dict[str, tuple[Callable, int]] = {
-    "one": (lambda wrap: wrap(block), 1),
-    "two": (two, 2),
-    "nested": (nested, 2),
-    "trees": (of_trees, 1),
+    "one": (lambda wrap: wrap(block), 1), "two": (two, 2), "nested": (nested, 2), "trees": (of_trees, 1),
     "captured": (captured, 1),
-}
+}  # fmt: skip
 
 
 def grads(f: Callable, rows: int = 2) -> tuple[Tensor, ...]:

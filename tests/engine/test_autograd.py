@@ -24,12 +24,9 @@ def nested(fn: Callable) -> Callable:
 
 
 WRAPS: dict[str, Callable] = {
-    "no options": remat,
-    "no early stop": remat(early_stop=False),
-    "values": remat(determinism_check="values"),
-    "no check": remat(determinism_check="none"),
-    "nested": nested,
-}
+    "no options": remat, "no early stop": remat(early_stop=False), "values": remat(determinism_check="values"),
+    "no check": remat(determinism_check="none"), "nested": nested,
+}  # fmt: skip
 
 
 def run(case: Case, fn: Callable, order: int = 1) -> Any:

@@ -28,14 +28,10 @@ ROOT = Path(__file__).parents[2]
 MAIN = "import sys, distributed_programs; distributed_programs.main(sys.argv[1])"
 # The way with torch's checkpoint whose costs are the limit.
 BOUNDS = {
-    "apply": "torch",
-    "apply first": "torch",
-    "apply last": "torch",
-    "apply, products": "torch, products",
-    "apply, collectives": "torch, collectives",
-    "called": "torch, called",
+    "apply": "torch", "apply first": "torch", "apply last": "torch", "apply, products": "torch, products",
+    "apply, collectives": "torch, collectives", "called": "torch, called",
     "called, products": "torch, called, products",
-}
+}  # fmt: skip
 ALL = [(name, way) for name, program in PROGRAMS.items() for way in program.ways]
 
 

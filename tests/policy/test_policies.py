@@ -116,16 +116,12 @@ def test_everything_public_is_listed() -> None:
 @pytest.mark.parametrize(
     "policy, kept",
     [
-        (NOTHING, ()),
-        (EVERYTHING, (MM, BMM, RELU, CONV, SDPA, FLEX)),
-        (matmuls, (MM, BMM, CONV)),
-        (policies.save_matmuls_without_batch_dims, (MM,)),
-        (policies.save_convolutions, (CONV,)),
-        (attention, (SDPA, FLEX)),
-        (policies.save_ops(RELU, aten.bmm), (BMM, RELU)),
+        (NOTHING, ()), (EVERYTHING, (MM, BMM, RELU, CONV, SDPA, FLEX)), (matmuls, (MM, BMM, CONV)),
+        (policies.save_matmuls_without_batch_dims, (MM,)), (policies.save_convolutions, (CONV,)),
+        (attention, (SDPA, FLEX)), (policies.save_ops(RELU, aten.bmm), (BMM, RELU)),
     ],
     ids=name_of,
-)
+)  # fmt: skip
 def test_verdicts_on_operators(policy: Policy, kept: tuple) -> None:
     for op in (MM, BMM, RELU, CONV, SDPA, FLEX):
         assert judge(policy, op) is (SAVE if op in kept else RECOMPUTE)
@@ -156,14 +152,10 @@ def test_verdicts_on_names(policy: Policy, unnamed: Verdict, q: Verdict, k: Verd
 @pytest.mark.parametrize(
     "pattern, matching, others",
     [
-        ("q", ["q"], ["Q", "qk", ""]),
-        ("k*", ["k", "k.1\n"], ["ak"]),
-        ("*.mlp", ["3.mlp"], ["3.mlp.up"]),
-        ("a*b*c", ["a1b2c", "abc"], ["acb"]),
-        ("[q]", ["[q]"], ["q"]),
-        ("q?.", ["q?."], ["qkx", "q?x"]),
+        ("q", ["q"], ["Q", "qk", ""]), ("k*", ["k", "k.1\n"], ["ak"]), ("*.mlp", ["3.mlp"], ["3.mlp.up"]),
+        ("a*b*c", ["a1b2c", "abc"], ["acb"]), ("[q]", ["[q]"], ["q"]), ("q?.", ["q?."], ["qkx", "q?x"]),
     ],
-)
+)  # fmt: skip
 def test_only_the_star_is_special_in_a_name(pattern: str, matching: list[str], others: list[str]) -> None:
     for name in (*matching, *others):
         assert judge(only(pattern), RELU, name) is (SAVE if name in matching else RECOMPUTE)

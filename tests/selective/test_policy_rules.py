@@ -239,12 +239,9 @@ def held_under_vjp(fn: Fn, args: Sequence[Tensor]) -> int:
 
 # The numbers of elements that `block` saves; the last product is not needed.
 BLOCK = {
-    "none": 0,
-    "save_matmuls": 5 * 6 * 4 + 6 * 6 + 6 * 8,
-    "only q,k,v": 3 * 6 * 4,
-    "only q,hidden": 6 * 4 + 6 * 8,
+    "none": 0, "save_matmuls": 5 * 6 * 4 + 6 * 6 + 6 * 8, "only q,k,v": 3 * 6 * 4, "only q,hidden": 6 * 4 + 6 * 8,
     "only unknown": 0,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", BLOCK)
@@ -335,18 +332,14 @@ def levels(*given: Any) -> Fn:
 @pytest.mark.parametrize(
     "given, kept, ran",
     [
-        ((None, None), 0, {"exp": 2, "matmul": 4}),
-        ((None, EVERY), 0, {"exp": 1, "matmul": 2}),
-        ((None, MATMULS), 0, {"exp": 2, "matmul": 2}),
-        ((None, N), 0, {"exp": 1, "matmul": 3}),
-        ((N, None), 1, {"exp": 0, "matmul": 2}),
-        ((N, MATMULS), 1, {"exp": 0, "matmul": 1}),
-        ((MATMULS, N), 2, {"exp": 1, "matmul": 0}),
-        ((None, N, None), 0, {"exp": 1, "matmul": 4}),
+        ((None, None), 0, {"exp": 2, "matmul": 4}), ((None, EVERY), 0, {"exp": 1, "matmul": 2}),
+        ((None, MATMULS), 0, {"exp": 2, "matmul": 2}), ((None, N), 0, {"exp": 1, "matmul": 3}),
+        ((N, None), 1, {"exp": 0, "matmul": 2}), ((N, MATMULS), 1, {"exp": 0, "matmul": 1}),
+        ((MATMULS, N), 2, {"exp": 1, "matmul": 0}), ((None, N, None), 0, {"exp": 1, "matmul": 4}),
         ((None, None, N), 0, {"exp": 2, "matmul": 5}),
     ],
     ids=repr,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("transform", ["autograd", "vjp"])
 def test_the_outermost_policy_decides_and_the_inner_ones_act_in_recomputes(
     given: tuple, kept: int, ran: dict, transform: str
