@@ -1,7 +1,5 @@
 """The device of the tests marked `cuda`: a GPU, or the simulated device under either of its names."""
 
-from __future__ import annotations
-
 import torch
 
 _current = torch.accelerator.current_accelerator()

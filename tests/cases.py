@@ -3,8 +3,6 @@
 A case's flags say what plain torch can do with its function; a test selects by them: `cases(func=True, vmap=True)`.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections import namedtuple

@@ -4,8 +4,6 @@ Tests marked `long`, and the unselected cases of tests marked `sampled`, run onl
 Tests of a library that isn't installed are skipped; with `--all-packages`, as in `.ci/run`, they fail.
 """
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Generator, Iterator

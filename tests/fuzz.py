@@ -3,8 +3,6 @@
 python tests/fuzz.py --start 1000 --count 500
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import multiprocessing

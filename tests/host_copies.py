@@ -1,7 +1,5 @@
 """Records copies to host memory and back, on a CPU."""
 
-from __future__ import annotations
-
 import weakref
 from typing import Any
 

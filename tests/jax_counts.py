@@ -16,8 +16,6 @@ read the named value (written with `jax.custom_jvp`), for the rows where they di
 Kinds: `matmul` is `dot_general` (torch: `mm`, `bmm`). `relu` is a `maximum`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

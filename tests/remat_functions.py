@@ -4,8 +4,6 @@ The program of a row is `built(row.function, *map(made, row.policies))`, differe
 `built(row.function)` is the same program without regions.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Random programs leave nothing behind: live tensors, and bytes that are allocated, after many runs of each."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 from collections.abc import Callable

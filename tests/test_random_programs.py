@@ -1,7 +1,5 @@
 """Random programs with regions, against the same programs without. `make fuzz` runs more of them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

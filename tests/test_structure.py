@@ -1,7 +1,5 @@
 """The structure of the package and the types of its public names; the project's files agree with each other."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

@@ -4,8 +4,6 @@ A composition is a word whose letters are the transforms, the outermost first. T
 at every level.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

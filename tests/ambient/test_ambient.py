@@ -3,8 +3,6 @@
 The second half runs regions.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The rows of each benchmark: figures against counts by hand, fair comparisons, verdicts, tables and files."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Places besides its arguments from which a function can read a tensor, and how each gets another tensor."""
 
-from __future__ import annotations
-
 import contextvars
 import functools
 import types

@@ -3,8 +3,6 @@
 The last tests run regions: the tensors of the first run are used again, and changes of them are noticed.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import re

@@ -3,8 +3,6 @@
 Some tests are of tensors that a region appends to a list or dict, as libraries do to collect outputs.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import weakref

@@ -1,7 +1,5 @@
 """Tests that run one program with an original and with its drop-in, for the tables of docs/reference/differences.md."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

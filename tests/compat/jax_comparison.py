@@ -5,8 +5,6 @@
 `make test` doesn't install JAX. `test_comparison_table.py` compares the file with the README.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

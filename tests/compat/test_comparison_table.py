@@ -1,7 +1,5 @@
 """The table "Comparison" of the README: each cell is what a run of the library shows."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

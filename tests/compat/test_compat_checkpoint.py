@@ -1,7 +1,5 @@
 """`remat.compat.checkpoint` and `checkpoint_sequential` compared with torch's: each option, in equal calls of both."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect

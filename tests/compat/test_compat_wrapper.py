@@ -1,7 +1,5 @@
 """`remat.compat.checkpoint_wrapper` compared with fairscale's: each row of the table in the documentation."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle

@@ -1,7 +1,5 @@
 """`compat.install`: regions where a program calls torch's checkpoint; and `compat.apply_activation_checkpointing`."""
 
-from __future__ import annotations
-
 import functools
 import sys
 import types

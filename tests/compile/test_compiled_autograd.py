@@ -1,7 +1,5 @@
 """Compiled autograd over eager regions: the recompute runs outside of the graph that Dynamo traces for the backward."""
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Tracers inline regions: `make_fx`, `functionalize`, `torch.jit.trace` and `torch.export`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

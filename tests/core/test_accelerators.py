@@ -1,7 +1,5 @@
 """Accelerators and the order of work on their streams, with streams that only note what they are asked for."""
 
-from __future__ import annotations
-
 import functools
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Amounts as users write them and as they are printed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any

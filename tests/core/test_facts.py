@@ -1,7 +1,5 @@
 """The facts about an operation are what a call of it does."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ Without a CUDA device, tensors of the CPU are treated as tensors of a device wit
 device (tests/device) finds races. The order of work on streams is in `test_accelerators.py`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

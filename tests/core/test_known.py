@@ -1,7 +1,5 @@
 """What is remembered of a function and of passes, and the lines of the user's code that called it."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

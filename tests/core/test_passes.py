@@ -1,7 +1,5 @@
 """Backward passes release what was recomputed for them; several in a `GraphExecGroup` share one recompute."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The package uses torch's private names in one file only, all of them exist in this torch, and their helpers work."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -1,7 +1,5 @@
 """Regions in the profiler: a named range for each run, and none without a profiler."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What is asked of tensors at the levels of torch.func, and the operations of operators."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Pytrees: their nodes and leaves, how errors describe them, and regions whose arguments and results they are."""
 
-from __future__ import annotations
-
 import dataclasses
 import enum
 from collections import OrderedDict, defaultdict, deque

@@ -1,7 +1,5 @@
 """Compiles the device, once for each state of its files and each version of torch. It takes a minute."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import os

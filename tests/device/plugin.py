@@ -1,7 +1,5 @@
 """The pytest plugin for `--simulate cuda` and `--simulate sim`."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The compositions of transforms, on a device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

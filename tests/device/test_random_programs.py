@@ -1,7 +1,5 @@
 """Random programs on a device, against the same programs without regions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

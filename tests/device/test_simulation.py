@@ -1,7 +1,5 @@
 """Tests of the simulated device itself."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from accelerator import DEVICE, backend

@@ -1,7 +1,5 @@
 """Tensors, generators and memory of the device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Any device with generators and streams is suitable: `--simulate cuda`, `--simulate sim`, or a real one.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Regions with more than one device: the current device, and the generators of all devices."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Work on several streams: the simulated device detects missing synchronization."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Each function of the table under plain autograd: the same bits, no more saved and no more recomputed than needed."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

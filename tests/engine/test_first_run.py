@@ -1,7 +1,5 @@
 """What the first run of a region saves as it is, without a slot, and what becomes of changes in place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`torch.autograd.forward_ad` levels around, between and in regions, in every order with reverse mode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """A recompute that takes another path than the first run: what notices it, what the error says, and logs of `debug`."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections import deque

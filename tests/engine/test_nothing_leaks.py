@@ -1,7 +1,5 @@
 """Reference counts alone free everything that a region made, whatever happens to it."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

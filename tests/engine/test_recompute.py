@@ -1,7 +1,5 @@
 """The recompute of a region: when it runs, where it stops, what it needs around it, and what it leaves behind."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

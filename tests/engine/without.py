@@ -1,7 +1,5 @@
 """What the tests of this folder compare with: a function without a region, and its gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

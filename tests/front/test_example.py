@@ -1,7 +1,5 @@
 """The examples and the notebook run; they show less memory with `remat` at the same gradients."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Regions together with other features of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

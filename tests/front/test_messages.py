@@ -1,7 +1,5 @@
 """Texts for users: errors of a recompute and of wrong calls, notes, warnings."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`remat.override`, and torch's two switches: options for all regions that are called under them."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections import deque

@@ -1,7 +1,5 @@
 """BackPACK: its hooks keep inputs and outputs of layers in attributes, and look up the exact class of a layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A memory budget for models of libraries, without naming their blocks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

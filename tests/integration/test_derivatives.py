@@ -1,7 +1,5 @@
 """Libraries that take second derivatives or per-sample gradients, with models whose blocks are regions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -4,8 +4,6 @@ Both processes run all programs of `distributed_programs.py`, once for all tests
 of their results.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

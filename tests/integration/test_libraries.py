@@ -1,7 +1,5 @@
 """Each library in the table of `benchmarks.libraries`: correct, at no higher cost than its own checkpointing."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

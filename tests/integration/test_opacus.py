@@ -1,7 +1,5 @@
 """opacus: its hooks count calls on parameters, and run again when a region is recomputed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path

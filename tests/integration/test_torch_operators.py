@@ -1,7 +1,5 @@
 """Each operator that torch tests, in a region, on torch's own samples: every derivative is that of plain torch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Results are compared with those of the plain model, and costs with those of torch's or the library's checkpointing.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from functools import partial

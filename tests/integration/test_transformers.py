@@ -1,7 +1,5 @@
 """Models of Hugging Face's transformers, compared with the library's own checkpointing."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable

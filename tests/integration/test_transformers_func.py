@@ -1,7 +1,5 @@
 """Per-sample gradients and Hessian-vector products of models of transformers whose layers are regions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache

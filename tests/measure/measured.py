@@ -1,7 +1,5 @@
 """Programs to measure: the model of the README, layers with names, and a module that changes every kind of state."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any

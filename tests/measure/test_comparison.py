@@ -1,7 +1,5 @@
 """`remat.check` says whether a program has the same results, gradients and state with and without regions."""
 
-from __future__ import annotations
-
 import math
 import random
 import warnings

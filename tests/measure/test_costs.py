@@ -1,7 +1,5 @@
 """`remat.report`: what a program saves and recomputes under each policy, as numbers, text and a plot."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

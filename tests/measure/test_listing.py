@@ -1,7 +1,5 @@
 """`saved_residuals` lists exactly the saved tensors, each with its source, its module and its bytes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What `check`, `report` and `saved_residuals` find in a user's program, and that they restore all that it changes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from functools import partial

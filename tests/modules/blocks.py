@@ -1,7 +1,5 @@
 """A model of blocks that record their runs, and the ways to make a module a region."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -4,8 +4,6 @@ A unit's hooks gather its parameters before its forward, and in the backward wit
 and of parallelism are in tests/integration/test_distributed.py.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Layers that transformers could checkpoint itself: a region of one gets no key-value cache where it is recomputed."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

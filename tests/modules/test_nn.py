@@ -1,7 +1,5 @@
 """`remat.nn.apply`: which submodules are chosen, the options of their regions, and which modules can't be regions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

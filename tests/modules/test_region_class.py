@@ -1,7 +1,5 @@
 """Modules whose calls are regions, made in each way: nothing else about them changes."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`remat.sequential`: functions called one after another, in a few regions."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """Every kind of callable can be wrapped by `remat`, and the wrapper behaves like the callable."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import inspect

@@ -1,7 +1,5 @@
 """Models to plan, and a check of their plans."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The budget of a model: the peak stays below it, the plan is the best one, and the model is left as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """``remat.nn.budget`` without ``where``: the peak is within the amount, FLOPs are as promised, numbers are equal."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """The search for plans finds the Pareto front of all plans of small chains, whose memory is replayed step by step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`checkpoint_name`: the identity, recognized by policies under any alias, in every transform."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

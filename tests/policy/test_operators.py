@@ -1,7 +1,5 @@
 """The operators that torch executes reach the presets, in every mode and under transforms."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Policies are values, return the promised verdicts, combine, and reject what can't be a policy."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

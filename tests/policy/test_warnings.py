@@ -1,7 +1,5 @@
 """A policy that saves nothing causes one warning, at the line that called the region, in the first backward."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 import warnings

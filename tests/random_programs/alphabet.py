@@ -3,8 +3,6 @@
 An operation is an expression of `{a}` and `{b}`, 4x4 matrices, that makes a third one.
 """
 
-from __future__ import annotations
-
 import re
 
 

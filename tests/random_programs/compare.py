@@ -1,7 +1,5 @@
 """Compares a program with and without regions: results, gradients, state, random generators, what is kept."""
 
-from __future__ import annotations
-
 import random
 import re
 import warnings

@@ -1,8 +1,6 @@
 """What random programs import: transforms, modules, and `remat`, which makes regions in one of the two runs only."""
 # ruff: noqa: F401 (programs import all names)
 
-from __future__ import annotations
-
 import copy
 import functools
 import operator

@@ -1,7 +1,5 @@
 """Writes random programs: `source(seed)` is the source of a seed's program, which runs by `exec`."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

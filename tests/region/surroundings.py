@@ -1,7 +1,5 @@
 """The state around a region that must be as before after an error, and after a backward pass."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is compared between a tensor that a first run saved and the same one in a recompute."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

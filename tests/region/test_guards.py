@@ -3,8 +3,6 @@
 As they were: with their values, their layout and type, and their place in the graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 If one of these cases becomes correct, or an error, delete its row.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """A recompute skips values that nothing needs, but not if they are read or stored after all, however that is done."""
 
-from __future__ import annotations
-
 import collections
 import ctypes
 import pickle

@@ -1,7 +1,5 @@
 """One call of a rematerialized function: its results, the state that it leaves, abandoned first runs, plain calls."""
 
-from __future__ import annotations
-
 import logging
 import random
 import threading

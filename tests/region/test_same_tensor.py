@@ -3,8 +3,6 @@
 In a recompute it must be one tensor again. Either way, inner regions must find their inputs in the same places.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """``remat.scan`` against the loop in Python: values, derivatives, recomputed steps and peaks."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext

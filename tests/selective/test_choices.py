@@ -1,7 +1,5 @@
 """The choices of a budget: each is the best possible one, its predictions are true, and each program has its own."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """What one call of a region records for the next: it makes them faster, and changes no result."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

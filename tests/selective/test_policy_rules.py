@@ -1,7 +1,5 @@
 """The rules that policies promise, by counting: what is saved, what is recomputed, and that results stay the same."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence

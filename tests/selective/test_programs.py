@@ -3,8 +3,6 @@
 Uninitialized memory is filled with NaN here, so that a value which was never computed is noticed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

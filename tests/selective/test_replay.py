@@ -1,7 +1,5 @@
 """What a recompute under a policy restores, skips, runs or refuses, what it leaves behind, and its memory."""
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Callable

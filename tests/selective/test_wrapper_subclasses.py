@@ -1,7 +1,5 @@
 """Policies on wrapper tensors, whose operations run others on the inner tensors: as in torch's selective checkpoint."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable
