@@ -237,7 +237,9 @@ class Filler(RegionHooks):
         """Recompute the region once; return False if that has to be repeated in full."""
         frame, region = self.frame, self.frame.region
         with own_work():
-            operands = frame.operands.again()
+            operands: Any = frame.operands.again()
+            if region is region.root:
+                operands = region.inputs.kept_apart(operands)
         result = None
         self.attempt = run = self._run_by_plan(whole)
         # The own policy is for inner regions, as in the middle of a first run there is no replay yet that adds it.

@@ -6,7 +6,7 @@ follows; and all other captured tensors, which the region itself saves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -26,7 +26,8 @@ class Inputs:
     """The inputs of one call. Errors name an operand by ``name(i)``."""
 
     __slots__ = (
-        "_bindings", "_found", "_ids", "_same", "_variables", "arguments", "captured", "captured_operands", "tensors",
+        "_apart", "_bindings", "_found", "_ids", "_same", "_variables", "arguments", "captured", "captured_operands",
+        "tensors",
     )  # fmt: skip
 
     def __init__(self, arguments: Arguments, tensors: list) -> None:
@@ -38,6 +39,7 @@ class Inputs:
         self.captured_operands: Tensors = ()  # captured tensors that are operands
         self._ids: Sequence[int] = ()  # the ids of the tensors in `captured`, by which variables refer to them
         self._bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured operand -> path, index of the operand
+        self._apart: Collection[int] = ()  # operands of which the runs get views
         self._same: Sequence[tuple[int, int]] = ()  # positions in [*operands, *captured] of tensors that are one
 
     def find(self, fn: Callable, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
@@ -110,11 +112,15 @@ class Inputs:
         first: dict[int, Any] = dict.fromkeys(map(id, self.captured.tensors))
         known = {i for i, _ in self._same}
         pairs = enumerate(zip(operands, self.operands()))
-        twice = {i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer} - known
-        if not twice:
+        self._apart = {i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer} - known
+        return self.kept_apart(operands)
+
+    def kept_apart(self, operands: Tensors) -> Tensors:
+        """Return the operands of a recompute, views where the first run got views: what it saves is compared."""
+        if not self._apart:
             return operands
         with unseen():
-            return [t[...] if i in twice else t for i, t in enumerate(operands)]
+            return [t[...] if i in self._apart else t for i, t in enumerate(operands)]
 
     def bound_first(self, operands: Tensors) -> AbstractContextManager:
         """Within, variables of captured operands have these values, for a first run."""

@@ -159,6 +159,7 @@ class Region:
         """Run or recompute for the func lowering. Return the new tensors; ``outputs`` records the other results."""
         inputs = self.inputs
         if self.ran:
+            operands = inputs.kept_apart(operands)
             result = run.carry_out(operands, partial(self.call_again, operands))
             return self.outputs.compare(result, operands)
         self.ran = True

@@ -6,6 +6,7 @@ In a recompute it must be one tensor again. Either way, inner regions must find 
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from cases import assert_same, rand
 from remat_functions import plain
 from torch import Tensor, nn
-from torch.func import grad, jacrev, jvp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import CaptureError, MutationError, policies, remat
@@ -59,10 +60,7 @@ CASES: dict[str, Callable[[Wrap, Callable, Tensor], tuple[Callable, tuple]]] = {
     ),
 }  # fmt: skip
 HIDDEN = "hidden", "captured and hidden"
-
-
-def tensor() -> Tensor:
-    return rand(3, 3, grad=False)
+tensor = partial(rand, 3, 3, grad=False)
 
 
 def of_result(run: Callable) -> Any:
@@ -78,11 +76,6 @@ def second_order(run: Callable) -> Any:
     return first, torch.autograd.grad(first.square().sum(), x)
 
 
-def not_followed(run: Callable) -> Any:
-    x = tensor()
-    return grad(lambda p: (run(x) * p).square().sum())(tensor() + 2)
-
-
 def loss(run: Callable) -> Callable:
     return lambda x: run(x).square().sum()
 
@@ -95,7 +88,11 @@ TRANSFORMS: dict[str, Callable] = {
     "jvp-grad": lambda run: jvp(grad(loss(run)), (tensor(),), (tensor().cos(),)),
     "jacrev": lambda run: jacrev(run)(tensor()),
 }
-WAYS = {"result": of_result, "second order": second_order, "not followed": not_followed, **TRANSFORMS}
+WAYS: dict[str, Callable] = {
+    "result": of_result, "second order": second_order,
+    "not followed": lambda run: (lambda x: grad(lambda p: (run(x) * p).square().sum())(tensor() + 2))(tensor()),
+    **TRANSFORMS,
+}  # fmt: skip
 
 
 def runs(case: str, wrap: Wrap) -> Callable:
@@ -128,6 +125,12 @@ def test_an_argument_that_is_passed_twice_is_one_object_in_all_runs() -> None:
     assert_same(grad(lambda t: fn(t, t, t))(t.detach()), found[0], exact=False)
     out = checkpoint(lambda *args: remat(product)(*args).exp(), t, t, use_reentrant=False)  # it makes two of it
     assert_same(torch.autograd.grad(out.sum(), t), torch.autograd.grad(product(t, t).exp().sum(), t))
+
+
+def test_a_captured_leaf_of_which_a_level_makes_an_argument() -> None:
+    x, c = rand(3), rand(3, grad=False)
+    region = lambda wrap: wrap(lambda a: (wrap(lambda: x.sin())(), (a * 2).detach() * a + c * x)[1])
+    assert_same(*(torch.autograd.grad(vjp(region(wrap), x)[0].sum(), x) for wrap in (remat, plain)), exact=False)
 
 
 # Each makes, for a tensor, a function that changes it, and more arguments.
