@@ -105,9 +105,9 @@ def detached(tensor: torch.Tensor) -> torch.Tensor:
     return fwAD.make_dual(*(part.detach() for part in fwAD.unpack_dual(tensor))) if is_dual(tensor) else tensor.detach()
 
 
-def as_leaf(tensor: torch.Tensor) -> torch.Tensor:
-    """A new leaf that requires grad, with the values and the tangent of a tensor."""
-    leaf = tensor.detach().requires_grad_()
+def as_leaf(tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+    """A new leaf, with the values and the tangent of a tensor."""
+    leaf = tensor.detach().requires_grad_(requires_grad)
     return fwAD.make_dual(leaf, fwAD.unpack_dual(tensor).tangent) if is_dual(tensor) else leaf
 
 

@@ -46,7 +46,8 @@ class Call:
 
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
         """Run a region, or a transform of it, on plain operands."""
-        operands = [t.detach() if i in self.unread else t for i, t in enumerate(operands)] if self.unread else operands
+        if self.unread:
+            operands = [as_leaf(t, False) if i in self.unread else t for i, t in enumerate(operands)]
         recorded, dual = is_followed_by_autograd(operands), has_dual(operands)
         root = region.root
         if not root.ran:

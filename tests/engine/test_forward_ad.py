@@ -137,6 +137,7 @@ REGIONS: dict[str, Callable[[Wrap], Callable]] = {
     "nested, no check": partial(nested, determinism_check="none"),
     "random": lambda wrap: wrap(randomly),
     "captured": captured,
+    "level": lambda wrap: lambda x, w: grad(lambda w: wrap(lambda w: torch.no_grad()(x.cos)() * w)(w).sum())(w) * x @ w,
 }
 
 
