@@ -173,10 +173,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(policy=None)(layer, BIG), "remat returns a function"),
     (lambda: remat.remat(layer, prevent_cse=False), "doesn't need the option prevent_cse"),
     (lambda: remat.remat(layer, polcy=None), "no option 'polcy'"),
-    (
-        lambda: remat.remat(layer, context_fn=None),
-        "In place of context_fn give a policy. For torch's own",
-    ),
+    (lambda: remat.remat(layer, context_fn=None), "In place of context_fn give a policy. For torch's own"),
     (lambda: remat.remat("save_matmuls"), "The policy is a keyword argument"),
     (lambda: remat.report(nn.GELU(), BIG, polices=[]), "'polices' is neither an option nor an argument of GELU"),
     (lambda: remat.sequential([layer], 1, policies.save_matmuls), "policy is a keyword argument"),

@@ -3,8 +3,6 @@
 A program is a function of `wrap`, which makes a region of a function, or is `plain`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

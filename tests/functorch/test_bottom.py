@@ -1,7 +1,5 @@
 """Below all levels: changes in place, comparisons of runs, errors, and first runs that are started again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Functions that differentiate, in regions and around them: by `torch.func`, and by `torch.autograd.grad`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What a region becomes at each level: operands and results of other levels, random numbers, modes, and pullbacks."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Modules with rematerialized layers under `torch.func`: functional_call, ensembles, buffers."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

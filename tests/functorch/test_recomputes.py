@@ -1,7 +1,5 @@
 """What is recomputed, what is saved and when it is freed: operations, peaks and leaks under each transform."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

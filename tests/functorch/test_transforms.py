@@ -1,7 +1,5 @@
 """Every function, every transform, every composition of them: the same values, derivatives and random numbers."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

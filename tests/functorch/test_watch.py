@@ -1,7 +1,5 @@
 """What a region can't do under torch.func, and is refused with the remedy; and what it needs its levels for."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
