@@ -78,7 +78,7 @@ def remat(
 
     Raises:
         TypeError: ``fn`` is not callable, or is a generator or async function, or an option has the wrong type.
-        ValueError: ``determinism_check`` is not one of these three strings.
+        ValueError: ``determinism_check`` is none of these strings.
         PolicyError: ``policy`` is not a policy.
         RematError: ``fn`` is a module whose library's own activation checkpointing is on.
         RecomputeMismatchError: in the backward, if a recompute differs from the forward.

@@ -400,7 +400,7 @@ def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 CHANGED = (
     "requires grad and was changed in place by the region, which can't be recomputed from the new value. Use the "
-    "out-of-place operation, or give the region a copy: `.clone()`."
+    "out-of-place operation, and return the result if it is needed outside; or change a copy: `.clone()`."
 )
 _OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
 _OF_OTHERS = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."

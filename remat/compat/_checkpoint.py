@@ -15,7 +15,7 @@ from .. import _function
 from .._compile import lowering as compiled
 from .._core import private
 from .._core.known import known_of
-from .._policy.policy import PolicyLike, as_policy
+from .._policy.policy import Policy, PolicyLike, as_policy
 from .._region.options import Options, check_returns, checked_options
 from .._sequential import chain, row_of
 from ..errors import RematError, shown
@@ -174,8 +174,10 @@ def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kw
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     check_returns(function)
-    if not callable(context_fn):
-        raise TypeError(f"context_fn must be a function that returns two context managers, got {shown(context_fn)}.")
+    if not callable(context_fn) or isinstance(context_fn, Policy):
+        advice = " A policy is the option `policy=`." if isinstance(context_fn, Policy) else ""
+        kind = "a function that returns two context managers"
+        raise TypeError(f"context_fn must be {kind}, got {shown(context_fn)}.{advice}")
     if context_fn is not noop_context_fn:
         contexts = Contexts(context_fn())
         if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:

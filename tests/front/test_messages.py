@@ -175,6 +175,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(layer, polcy=None), "no option 'polcy'"),
     (lambda: remat.remat(layer, context_fn=None), "In place of context_fn give a policy. For torch's own"),
     (lambda: remat.remat("save_matmuls"), "The policy is a keyword argument"),
+    (lambda: remat.compat.checkpoint(layer, BIG, context_fn=SAVE), "A policy is the option `policy=`"),
     (lambda: remat.report(nn.GELU(), BIG, polices=[]), "'polices' is neither an option nor an argument of GELU"),
     (lambda: remat.sequential([layer], 1, policies.save_matmuls), "policy is a keyword argument"),
     (lambda: remat.sequential([layer, layer], 2, BIG), "`remat.sequential(fs, 2)(x)`"),

@@ -134,7 +134,7 @@ SIZES: dict[str, tuple[Callable[[], Any], str]] = {
     "a parameter": (lambda: nn.Parameter(torch.ones(3)), LARGE),
     "an activation": (
         lambda: torch.ones(3, requires_grad=True) * 1,
-        r"argument s requires grad and was changed in place by the region.*the region a copy: `\.clone\(\)`",
+        r"argument s requires grad and was changed in place by the region.*or change a copy: `\.clone\(\)`",
     ),
 }
 
