@@ -138,10 +138,11 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
     """
     check_surroundings("remat.pareto", "Call it before, for the function without the transform.")
     policy, program = Budget(0, cost), Program(fn, args, kwargs)
+    options = Options(policy=policy)
 
     def as_region() -> tuple[Known, Any]:
         known = Known()
-        return known, program.call(lambda *a, **k: call(fn, Options(policy=policy), known, a, k), program.operands())
+        return known, program.call_and_note(lambda *a, **k: call(fn, options, known, a, k), program.operands())
 
     with program.preserved(), torch.enable_grad():
         known, _ = program.differentiated(as_region)

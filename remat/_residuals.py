@@ -116,7 +116,7 @@ class Listing:
             origins = Origins(self.program.modules)
             hooks = saved_tensors_hooks(self.pack, attrgetter("tensor")) if under_hooks else nullcontext()
             with torch.enable_grad(), hooks, origins:
-                leaves = trees.flatten(self.program.call(self.program.fn, operands))[0]
+                leaves = trees.flatten(self.program.call_and_note(self.program.fn, operands))[0]
                 followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
                 graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
                 others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]  # may be objects with tensors

@@ -159,7 +159,7 @@ class Program:
         managed = [p for module in self.named_modules.values() for p in module.parameters(recurse=False)]  # by FSDP
         self.every = not any(tensor.requires_grad for tensor in (*self.inputs(), *managed))
         self.has_gradients = False  # whether a run without a transform has computed some
-        self.calls_backward = False  # whether the last run has accumulated gradients itself
+        self.calls_backward = False  # see `call_and_note`
 
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
@@ -216,9 +216,13 @@ class Program:
         """Call a function with these operands as its arguments."""
         args, kwargs = self.arguments.filled(operands)
         torch.clear_autocast_cache()  # which ``preserved`` would keep from one run to the next
+        return fn(*args, **kwargs)
+
+    def call_and_note(self, fn: Callable, operands: Sequence[torch.Tensor]) -> Any:
+        """``call`` the function, and note in ``calls_backward`` whether it has accumulated gradients itself."""
         leaves = [t for t in (*operands, *(t for _, t in self.captured)) if t.is_leaf]
         before = _gradients(leaves)
-        result = fn(*args, **kwargs)
+        result = self.call(fn, operands)
         self.calls_backward = _gradients(leaves) != before
         return result
 
