@@ -25,7 +25,7 @@ import torch
 from ._core import private, trees
 from ._core.amounts import parse_amount
 from ._core.known import known_of
-from ._core.lines import lists_arguments
+from ._core.signatures import lists_arguments
 from ._core.state import disable_remat, own_work, state, unseen
 from ._engine.lowering import Saver
 from ._function import call

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ._core.known import Known
-from ._core.lines import lists_arguments
+from ._core.signatures import lists_arguments
 from ._function import Remat
 from ._policy.policy import Policy, PolicyLike
 from ._region.options import DeterminismCheck, checked_options

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias, TypeVar, overload
 import torch
 
 from ._core import trees
-from ._core.lines import accepts, lists_arguments, warn
+from ._core.lines import warn
+from ._core.signatures import accepts, lists_arguments
 from ._measure.program import FROZEN, Program, check_surroundings, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place

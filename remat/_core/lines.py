@@ -1,18 +1,13 @@
-"""Lines of the user's code, for errors, warnings and lists, and which arguments its functions take."""
+"""Lines of the user's code, for errors, warnings and lists."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from functools import wraps
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import NamedTuple
 
 from ..errors import RematWarning
-
-F = TypeVar("F", bound=Callable)
 
 
 class Line(NamedTuple):
@@ -52,35 +47,3 @@ def warn(message: str, line: Line | None = None) -> None:
 
 # One for each file, so that by default Python shows a warning once for each line, whichever function gives it.
 _registries: dict[str, dict] = {}
-
-
-def accepts(fn: Callable, args: Iterable = (), kwargs: Mapping[str, Any] = {}, more: bool = False) -> bool | None:
-    """Whether ``fn`` takes these arguments; None if it has no signature, as some functions written in C.
-
-    ``more``: there may be others beside them.
-    """
-    try:
-        signature = inspect.signature(fn)
-        (signature.bind_partial if more else signature.bind)(*args, **kwargs)
-    except ValueError:
-        return None
-    except TypeError:
-        return False
-    return True
-
-
-def lists_arguments(fn: F) -> F:
-    """Let Python's error about a wrong argument of a public function list those that it takes."""
-    parameters = [p for p in inspect.signature(fn).parameters.values() if p.kind is not p.VAR_POSITIONAL]
-    names = ", ".join(f"{p.name}=..." if p.kind is p.KEYWORD_ONLY else p.name for p in parameters)
-
-    @wraps(fn)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return fn(*args, **kwargs)
-        except TypeError as error:
-            if error.__traceback__ and error.__traceback__.tb_next is None:  # raised by this call itself
-                raise TypeError(f"Call it as `{fn.__name__}({names})`: {error}.") from None
-            raise
-
-    return cast(F, called)

@@ -23,7 +23,7 @@ from .._captured.variables import Entries, bound
 from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
-from .._core.lines import accepts
+from .._core.signatures import accepts
 from .._core.state import state
 from .._core.tensors import as_bytes, bytes_of, has_data, is_dense, is_differentiable, is_plain
 from .._region.arguments import take_apart

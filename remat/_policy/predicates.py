@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from .._core import private
-from .._core.lines import accepts
+from .._core.signatures import accepts
 from ..errors import PolicyError, shown
 from . import operators
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from .._core import private
-from .._core.lines import lists_arguments
+from .._core.signatures import lists_arguments
 from .._core.state import overriding, state
 from .._policy.policy import Policy, PolicyLike, as_policy
 from .._policy.warnings import Warned

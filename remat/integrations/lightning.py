@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .._core.lines import accepts
+from .._core.signatures import accepts
 from ..errors import RematError
 from ..nn import Amount, budget
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from remat import disable_remat, is_disabled, is_recomputing
-from remat._core import lines
+from remat._core import lines, signatures
 from remat._core.known import known_of
 from remat._core.state import first_run, overriding, own_work, recomputing, state, within
 
@@ -82,12 +82,12 @@ def test_a_warning_is_shown_once_for_each_line() -> None:
     assert [str(each.message) for each in caught] == ["first", "other", "nowhere"]
     assert [each.filename for each in caught] == [__file__, __file__, "<unknown>"] and caught[1].lineno == 7
     assert str(lines.Line(None, 0)) == "an unknown line"
-    assert [lines.accepts(fn, [1]) for fn in (abs, lambda: 1, getattr)] == [True, False, None]
-    taken = [lines.accepts(wrapped(wrapped), kwargs={name: 1}, more=True) for name in ("x", "y")]
-    assert taken == [True, False] and not lines.accepts(lambda x, y: x, [1])
+    assert [signatures.accepts(fn, [1]) for fn in (abs, lambda: 1, getattr)] == [True, False, None]
+    taken = [signatures.accepts(wrapped(wrapped), kwargs={name: 1}, more=True) for name in ("x", "y")]
+    assert taken == [True, False] and not signatures.accepts(lambda x, y: x, [1])
 
 
-@lines.lists_arguments
+@signatures.lists_arguments
 def public(fn: Callable, *args: Any, times: int = 1) -> Any:
     return fn(times)
 
