@@ -61,10 +61,10 @@ class Warned:
             return
         self.operators = True
         if known.is_new_warning(f"the operators of {policy!r}"):
-            more, name, hint = len(executed) - _SHOWN, repr(policy), _OF_OPERATORS
-            if isinstance(policy, If):
-                is_torchs = getattr(policy.predicate, "__module__", "") == "torch.utils.checkpoint"
-                name, hint = (_TORCHS, hint) if is_torchs else (name, SIGNATURE)
+            more, name = len(executed) - _SHOWN, repr(policy)
+            hint = SIGNATURE if isinstance(policy, If) else _OF_OPERATORS
+            if isinstance(policy, If) and getattr(policy.predicate, "__module__", "") == "torch.utils.checkpoint":
+                name, hint = _TORCHS, _OF_OPERATORS  # the predicate is torch's own, which looks at operators
             warn(
                 f"The policy {name} of a rematerialized function saves nothing, because it has matched none of the "
                 f"operators that were executed: {', '.join(executed[:_SHOWN])}"

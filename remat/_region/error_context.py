@@ -52,6 +52,7 @@ def name_of_region(root: Any) -> str:
 
 
 def add_note(error: Exception, note: str) -> None:
+    """Add a note to an error that hasn't got it."""
     notes = getattr(error, "__notes__", [])
     if note not in notes:
         error.__notes__ = [*notes, note]  # Python 3.10 has no `add_note`

@@ -116,7 +116,7 @@ class Inputs:
         return self.kept_apart(operands)
 
     def kept_apart(self, operands: Tensors) -> Tensors:
-        """Return the operands of a recompute, views where the first run got views: what it saves is compared."""
+        """Return the operands of a run, with views in place of those that are one: all runs must save the same."""
         if not self._apart:
             return operands
         with unseen():

@@ -174,10 +174,10 @@ def _call(function: Any, options: Options, context_fn: Callable, args: tuple, kw
     if not callable(function):
         raise TypeError(f"checkpoint takes a function and its arguments, got {type(function).__name__}.")
     check_returns(function)
-    if not callable(context_fn) or isinstance(context_fn, Policy):
-        advice = " A policy is the option `policy=`." if isinstance(context_fn, Policy) else ""
-        kind = "a function that returns two context managers"
-        raise TypeError(f"context_fn must be {kind}, got {shown(context_fn)}.{advice}")
+    if isinstance(context_fn, Policy):
+        raise TypeError(f"context_fn was the policy {context_fn!r}. A policy is the option `policy=`.")
+    if not callable(context_fn):
+        raise TypeError(f"context_fn must be a function that returns two context managers, got {shown(context_fn)}.")
     if context_fn is not noop_context_fn:
         contexts = Contexts(context_fn())
         if (type(contexts.first), type(contexts.again)) != private.SelectiveModes:
