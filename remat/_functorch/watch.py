@@ -69,6 +69,8 @@ class Watch(TorchFunctionMode):
         self.level = private.current_level()
         self.inputs.update(map(id, operands))
         self.made(operands)
+        if state.watch is not None:
+            state.watch.made(operands)  # leaves, which a recurrent network inside keeps in its list of weights
 
     def made(self, made: Sequence[torch.Tensor]) -> None:
         """Note tensors that are made inside."""
@@ -159,7 +161,8 @@ class Watch(TorchFunctionMode):
         """Check that the run, which has ended, has read no captured tensor that isn't an operand."""
         wait_for_backward_threads(self._alive_suspects())
         if alive := self._alive_suspects():
-            raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)))
+            made = _MADE if isinstance(alive[0], torch.nn.Parameter) else ""
+            raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)) + made)
 
     def _alive_suspects(self) -> list[torch.Tensor]:
         found = [tensor for suspect in self.suspects if (tensor := suspect()) is not None]
@@ -242,6 +245,10 @@ _NO_GRAD = (
 _HIDDEN = (
     "A region under torch.func reads a tensor of shape {} that a transform follows, and that is neither an argument "
     "nor found in what the function captures (closures, globals, modules, objects). Pass it as an argument."
+)
+_MADE = (
+    " If the function itself makes this parameter, as torch.func.linearize does, make it outside of the region, or use "
+    "torch.func.jvp."
 )
 _STORED = (
     "A region under torch.func stored a tensor of shape {} in {}, where the tensor would lose its derivatives. Return "

@@ -10,7 +10,7 @@ from both import ALL, RECOMPUTE, Fn, V, W, Wrap, both, by_dual, f, forces, rows,
 from torch import Tensor
 from torch.func import grad, hessian, jacfwd, jvp, linearize, vjp
 
-from remat import RematError, policies, remat
+from remat import CaptureError, RematError, policies, remat
 
 EVERYTHING = policies.everything_saveable
 FORCES: dict[str, Callable[[Wrap], Fn]] = {
@@ -137,8 +137,10 @@ def test_no_gradient_of_what_a_region_does_not_use(inside: str) -> None:
 
 
 @pytest.mark.parametrize("policy", [EVERYTHING, policies.save_matmuls, policies.save_ops("aten.mul")], ids=str)
-def test_linearize_inside_a_region_is_refused_with_a_policy(policy: Any) -> None:
+def test_linearize_inside_a_region_is_refused_with_a_policy_or_under_grad(policy: Any) -> None:
     both(lambda wrap: wrap(lambda x: linearize(torch.sin, x)[1](x))(V))
+    with pytest.raises(CaptureError, match=r"makes this parameter, as torch\.func\.linearize does"):
+        grad(squares(remat(lambda x: linearize(torch.sin, x)[1](x))))(V)
     region = remat(lambda x: linearize(f, x)[1](x).sin(), policy=policy)
     with pytest.raises(RematError, match=r"Use torch\.func\.jvp"):
         region(V.clone().requires_grad_())

@@ -161,6 +161,25 @@ def test_a_recurrent_network_in_a_loop_in_a_region() -> None:
     both(program)
 
 
+def test_a_recurrent_network_twice_in_a_region_that_differentiates() -> None:
+    """Its list of weights keeps leaves of the first call's graph, which the region around it hasn't made."""
+
+    class Twice(nn.GRU):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            step = self.wrap(lambda x: nn.GRU.forward(self, x[None])[0][0])
+            return step(step(x - grad(lambda x: x.sin().sum())(x)))
+
+    net = Twice(4, 4).double()
+    params = dict(net.named_parameters())
+
+    def program(wrap: Wrap) -> Any:
+        net.wrap = wrap
+        region = wrap(lambda params: functional_call(net, params, (X,)))
+        return grad(lambda params: region(params).sin().sum())(params)
+
+    both(program)
+
+
 def sine(x: Tensor) -> Tensor:
     """An autograd Function."""
     return SineAndCosine.apply(x)[0]
