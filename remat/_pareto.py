@@ -46,7 +46,7 @@ class Curve:
         points: the choices, by increasing bytes.
         whole: the bytes that are saved without rematerialization.
         cost: what the cost was computed by. ``"roofline"`` and ``"time"`` are microseconds, ``"flops"`` are FLOPs.
-        is_exact: whether ``points`` is complete. For very long programs it has only the corners of the convex hull.
+        is_exact: whether ``points`` is complete. For long programs it has only the corners of the convex hull.
         operators: the operations of the program.
     """
 

@@ -138,7 +138,7 @@ class Problem(NamedTuple):
 _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
 _Label = tuple[int, float, tuple[int, ...]]  # bytes, cost, the saved steps
 _Way = TypeVar("_Way", bound=tuple)
-MOST_WAYS = 20_000
+MOST_WAYS = 1_000_000  # at all steps, which take some seconds
 _MOST_STATES = 100  # that are continued at one price
 _PRICES = 48  # the most prices that are tried
 _ROUNDING = 1e-9  # of costs: each way adds them in another order
@@ -172,7 +172,7 @@ def corners(problem: Problem) -> list[Choice]:
 def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
     """Return the Pareto-optimal choices, by increasing bytes; with a price of a byte, only the cheapest ones.
 
-    Raises TooMany if there are more than ``MOST_WAYS`` ways at one step, and no price.
+    Raises TooMany if there are more than ``MOST_WAYS`` ways at all steps, and no price.
     """
     none: frozenset[int] = frozenset()
     made = {value: step for step in problem.steps for value in step.outs}
@@ -181,12 +181,21 @@ def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
         if value in made:
             saved[after].append(value)
     ways: _Ways = {(none, none, none, False, False): [(0, 0.0, ())]}
+    count = 0
+
+    def follow(found: Iterable[tuple[_State, list[_Label]]]) -> None:
+        nonlocal ways, count
+        ways = _merged(found, price)
+        count += sum(map(len, ways.values()))
+        if price is None and count > MOST_WAYS:
+            raise TooMany
+
     for number in range(len(problem.steps), -1, -1):
         for value in saved[number]:
-            ways = _merged(_at_root(ways, value, value in problem.keepable), price)
+            follow(_at_root(ways, value, value in problem.keepable))
         if number:
             reads = frozenset(value for value in problem.reads[number - 1] if value in made)
-            ways = _merged(_at_step(ways, number - 1, reads, problem), price)
+            follow(_at_step(ways, number - 1, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(steps)) for nbytes, cost, steps in best]
 
@@ -247,10 +256,7 @@ def _merged(found: Iterable[tuple[_State, list[_Label]]], price: float | None) -
         priced = _priced(price)
         cheapest = {state: [min(labels, key=priced)] for state, labels in ways.items()}
         return dict(sorted(cheapest.items(), key=lambda way: priced(way[1][0]))[:_MOST_STATES])
-    ways = {state: best_of(labels, _ROUNDING) for state, labels in ways.items()}
-    if sum(map(len, ways.values())) > MOST_WAYS:
-        raise TooMany
-    return ways
+    return {state: best_of(labels, _ROUNDING) for state, labels in ways.items()}
 
 
 def _priced(price: float) -> Callable[[tuple], float]:
