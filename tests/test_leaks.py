@@ -3,14 +3,13 @@
 import ctypes
 import gc
 from collections.abc import Callable
-from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from random_programs import compare
-from random_programs.compare import Refused, observe, refusals, surrounded
+from random_programs.compare import observe, surrounded
 from random_programs.writer import source
 
 from remat import policies, remat
@@ -18,9 +17,9 @@ from remat import policies, remat
 CALLS, PARTS = 100, 5
 # Programs that run quickly, under all kinds of transforms, and leak nothing without regions: torch's `linearize` does.
 SEEDS = [
-    7, 15, 21, 43, 47, 54, 68, 74, 75, 80, 82, 100, 103, 106, 117, 119, 120, 121, 143, 149, 163, 175, 187, 205,
-    208, 232, 233, 243, 250, 252, 255, 268, 292, 297, 302, 309, 322, 329, 333, 340, 343, 352, 363, 383, 392,
-    398, 402, 413, 414, 416,
+    7, 15, 21, 43, 47, 54, 68, 74, 75, 80, 82, 100, 103, 106, 117, 119, 121, 143, 149, 163, 175, 187, 205, 232,
+    233, 243, 252, 255, 268, 292, 297, 302, 309, 322, 329, 333, 340, 343, 363, 392, 398, 413, 414, 416, 417,
+    419, 420, 423, 426, 435,
 ]  # fmt: skip
 
 
@@ -63,13 +62,12 @@ def program(seed: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
     exec(compile(source(seed), "<program>", "exec"), {"__name__": "program"})
 
     def run() -> None:
-        with surrounded(), suppress(Refused), refusals():  # an error must not leak either
+        with surrounded():
             observe(*found)
 
     return run
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_programs_leak_nothing(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [seed for seed in SEEDS[part::PARTS] if leaks(program(seed, monkeypatch))] == []

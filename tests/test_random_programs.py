@@ -14,7 +14,6 @@ COUNT, PART = 2000, 250
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("start", range(0, COUNT, PART))
 def test_random_programs(start: int) -> None:
     """In processes of their own, as torch itself dies in some programs, such as attention with dropout in `vmap`."""
