@@ -49,9 +49,7 @@ def aligned(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
 
 def size_text(nbytes: int) -> str:
     """Bytes: ``280 B``, ``1.5 KiB``, ``12 MiB``."""
-    if abs(nbytes) < 1024:
-        return f"{nbytes} B"
-    return _scaled(nbytes / 1024, 1024, ["KiB", "MiB", "GiB", "TiB"])
+    return _scaled(nbytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB"])
 
 
 def count_text(number: int, what: str) -> str:
@@ -66,9 +64,7 @@ def number_text(number: float) -> str:
 
 def flops_text(count: int) -> str:
     """Floating-point operations: ``0``, ``1.5 MFLOP``, ``12 GFLOP``."""
-    if abs(count) < 1000:
-        return f"{count} FLOP" if count else "0"
-    return _scaled(count / 1000, 1000, ["kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
+    return _scaled(count, 1000, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"]) if count else "0"
 
 
 def _scaled(size: float, base: int, units: list[str]) -> str:
