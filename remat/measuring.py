@@ -21,7 +21,7 @@ from ._modules.region_class import regions, regions_of
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, Policy, PolicyLike, as_policy
 from ._policy.warnings import Warned
-from ._region.options import Options, checked_options, override
+from ._region.options import checked_options, override
 from ._transform import wrapped
 from .errors import PolicyError, RematError, RematWarning, shown
 from .nn import Where, chosen_modules
@@ -85,14 +85,14 @@ def check(
     program = Program(fn, args, kwargs, transform, loss)
     program.check_is_whole("remat.check")
     program.check_has_data("A check compares values")
-    way = _with_regions(program, policy, where, Warned(), determinism_check="values")
-    ways = [way]
+    ways = [_with_regions(program, policy, where, Warned())]
     if policy is None and where is None:
-        ways = [Way(fn, partial(override, determinism_check="values")), Way(way.fn, partial(_quietly, way.context))]
+        ways = [Way(fn, nullcontext), Way(ways[0].fn, _quietly)]
     if transform is not None:
         with program.preserved():  # raises here if it is not a transform; later errors are results
             program.transformed(fn)
-    return checked(program, ways)
+    with override(determinism_check="values"):
+        return checked(program, ways)
 
 
 def report(
@@ -199,9 +199,9 @@ def report(
 
 
 @contextmanager
-def _quietly(context: Callable[[], Any]) -> Iterator[None]:
+def _quietly() -> Iterator[None]:
     """Without warnings that the program's own regions are inside of a region that nobody asked for."""
-    with warnings.catch_warnings(), context():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", RematWarning)
         yield
 
@@ -259,19 +259,10 @@ def _check_surroundings(name: str) -> None:
     check_surroundings(name, f"Pass it the transform instead: `{name}(fn, x, transform=torch.func.grad)`.")
 
 
-def _with_regions(program: Program, policy: Any, where: Any, warned: Warned, **overridden: Any) -> Way:
+def _with_regions(program: Program, policy: Any, where: Any, warned: Warned) -> Way:
     """Run the program's function as a region, or with modules that are regions."""
     options = replace(checked_options(policy), warned=warned)
-    called, changed = program.fn, dict[torch.nn.Module, Options]()
     if where is None:
-        called = wrapped(program.fn, options)
-    else:
-        chosen = chosen_modules(program.named_modules, where)
-        changed = {module: replace(options, name=name) for name, module in chosen}
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        with override(**overridden), regions(changed):
-            yield
-
-    return Way(called, context)
+        return Way(wrapped(program.fn, options), nullcontext)
+    chosen = chosen_modules(program.named_modules, where)
+    return Way(program.fn, partial(regions, {module: replace(options, name=name) for name, module in chosen}))
