@@ -25,7 +25,7 @@ from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.signatures import accepts
 from .._core.state import state
-from .._core.tensors import as_bytes, bytes_of, has_data, is_dense, is_differentiable, is_plain
+from .._core.tensors import as_bytes, bytes_of, has_data, is_dense, is_differentiable
 from .._region.arguments import take_apart
 from .._region.error_context import with_parameters
 from .._region.guards import COPY_LARGER_BYTES
@@ -71,16 +71,12 @@ class Overwritten(PeakMemory):
 
 
 def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
-    is_wrapped = private.is_wrapped(tensor)  # under a transform
-    has_memory = has_data(tensor) and is_plain(tensor) and is_dense(tensor) and not is_wrapped
-    is_elsewhere = has_memory and tensor.data_ptr() != alias.data_ptr()
-    if tensor.shape != alias.shape or is_elsewhere:
-        tensor.data = alias
-    if not tensor.is_leaf:
+    if private.is_wrapped(tensor):  # under a transform
         return
-    if tensor.requires_grad != requires_grad:
+    tensor.data = alias
+    if tensor.is_leaf:
         tensor.requires_grad_(requires_grad)
-    if grad is not False and tensor.grad is not grad:
+    if grad is not False:
         tensor.grad = grad
 
 
