@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from inspect import unwrap
 from itertools import pairwise
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
@@ -13,6 +12,7 @@ import torch
 from ._core.known import Known
 from ._core.signatures import lists_arguments
 from ._function import Remat
+from ._modules.region_class import is_sequence
 from ._policy.policy import Policy, PolicyLike
 from ._region.options import DeterminismCheck, checked_options
 from .errors import shown
@@ -65,7 +65,7 @@ def sequential(
         raise TypeError("remat.sequential returns a function, to call with the input: `remat.sequential(fs, 2)(x)`.")
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if isinstance(functions, torch.nn.Sequential):
-        own = unwrap(type(functions).forward) is not torch.nn.Sequential.forward or "forward" in vars(functions)
+        own = not is_sequence(functions)
         if own or any(vars(functions).get(name) for name in _HOOKS):
             raise ValueError(
                 f"The {type(functions).__name__} has {'a forward' if own else 'hooks'} of its own, which would be "
