@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -93,11 +93,8 @@ def disable_remat() -> Iterator[None]:
     """
     before, state.disabled = state.disabled, True
     try:
-        if torch.compiler.is_compiling():
+        with nullcontext() if torch.compiler.is_compiling() else overriding(disabled=True):
             yield
-        else:
-            with overriding(disabled=True):
-                yield
     finally:
         state.disabled = before
 

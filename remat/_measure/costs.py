@@ -110,11 +110,6 @@ class Costs:
     time: float | None = None
 
     @property
-    def under_policy(self) -> bool:
-        """Whether this run was made for one of the report's policies."""
-        return self.label not in (WITHOUT, AS_WRITTEN)
-
-    @property
     def shares(self) -> list[Share]:
         """The saved bytes by module and operation."""
         groups = grouped(self.residuals, lambda row: (row.module, row.op or row.source, row.name))
@@ -222,7 +217,7 @@ class Report:
     @property
     def policies(self) -> tuple[Costs, ...]:
         """The costs under each policy."""
-        return tuple(row for row in self.rows if row.under_policy)
+        return tuple(row for row in self.rows if row.label not in (WITHOUT, AS_WRITTEN))
 
     @property
     def pareto(self) -> list[Costs]:

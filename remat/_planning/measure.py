@@ -73,9 +73,7 @@ class Measured(NamedTuple):
 def _copied(leaves: Sequence[Any]) -> list[Any]:
     """Copy the objects in arguments that a call may change, such as a cache of keys and values."""
     memo: dict[int, Any] = {}  # an object that is there twice has one copy
-    return [
-        leaf if isinstance(leaf, torch.Tensor) or callable(leaf) else copy.deepcopy(leaf, memo) for leaf in leaves
-    ]
+    return [leaf if isinstance(leaf, torch.Tensor) or callable(leaf) else copy.deepcopy(leaf, memo) for leaf in leaves]
 
 
 def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:

@@ -95,13 +95,12 @@ def _patch_setter(cls: Any) -> None:
         return
 
     @functools.wraps(set_function)
-    def set_region(self: Any, enable: bool = True, gradient_checkpointing_func: Any = None, **kwargs: Any) -> None:
-        if gradient_checkpointing_func is None:
-            return set_function(self, enable=enable, **kwargs)
-        set_function(self, enable=enable, gradient_checkpointing_func=gradient_checkpointing_func, **kwargs)
+    def set_region(self: Any, *args: Any, **settings: Any) -> None:
+        set_function(self, *args, **settings)
+        function = settings.get("gradient_checkpointing_func")  # None where it is disabled
         for model in self.modules():  # submodels too: an enabled model may be inside a model that isn't
-            if enable and _POLICY in model.__dict__:
-                region = _as_region(gradient_checkpointing_func, model.__dict__[_POLICY])
+            if function is not None and _POLICY in model.__dict__:
+                region = _as_region(function, model.__dict__[_POLICY])
                 for each in model.modules():
                     if hasattr(each, "_gradient_checkpointing_func"):
                         each._gradient_checkpointing_func = region
