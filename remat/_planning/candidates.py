@@ -42,9 +42,9 @@ class Candidates:
         i, j = (bisect_left(self._times, time) for time in (call.start, call.end))
         return sum({id(memory): memory.nbytes for _, memory in self._saved[i:j]}.values())
 
-    def is_shared(self, call: Call | None) -> bool:
+    def is_shared(self, call: Call) -> bool:
         """Whether the module of a call is called more than once, so that all its calls do the same."""
-        return bool(call and call.module is not None and self._counts[id(call.module.__dict__)] > 1)
+        return bool(call.module is not None and self._counts[id(call.module.__dict__)] > 1)
 
     def is_whole(self, call: Call) -> bool:
         """Whether no regions are inside of this call."""

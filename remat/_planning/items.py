@@ -51,8 +51,7 @@ class Item:
     """A part of a chain. Bytes are beyond those that earlier items keep.
 
     Attributes:
-        call: the call of a module that can be a region, or a part of one around several calls; or None.
-        start, end: its times.
+        call: the call of a module that can be a region, or a part of one around several calls; or what is between two.
         can_be_region: whether a region around this call alone is worth while.
         work: that of its forward.
         keep: the bytes that it keeps until its backward, if it runs as it is.
@@ -70,9 +69,7 @@ class Item:
         operators: the names of its operations, if it can be a region.
     """
 
-    call: Call | None
-    start: int
-    end: int
+    call: Call
     items: list[Item] = field(default_factory=list)
     can_be_region: bool = True
     options: list[Option] = field(default_factory=list)
@@ -92,21 +89,20 @@ class Item:
     @property
     def may_begin_region(self) -> bool:
         """Whether a region may begin with it: it leaves its arguments as they are."""
-        return self.call is None or not self.call.overwrites
+        return not self.call.overwrites
 
     @property
     def signature(self) -> tuple:
         """Equal for items that the search can't tell apart."""
         numbers = self.keep, self.gradients, self.waiting, self.beside, self.held, self.given
-        place = (id(self.call.container), self.call.index) if self.call and self.call.container else None
+        in_row = self.call.container is not None
         inside = tuple(item.signature for item in self.items)
-        return self.key, numbers, place and True, self.may_begin_region, tuple(self.options), inside
+        return self.key, numbers, in_row, self.may_begin_region, tuple(self.options), inside
 
     def follows(self, other: Item) -> bool:
         """Whether a ``Sequential`` calls it just after another one, with the other's result."""
-        if self.call is None or other.call is None or self.call.container is None:
-            return False
-        return self.call.container is other.call.container and self.call.index == other.call.index + 1
+        container = self.call.container
+        return container is not None and container is other.call.container and self.call.index == other.call.index + 1
 
     def everything(self) -> Iterator[Item]:
         """This item and those inside of it."""
@@ -119,7 +115,7 @@ def chain_of(trace: Trace, candidates: Candidates) -> list[Item]:
     """Return the items of the whole forward, with their costs and bytes."""
     items = _chain(trace, trace.root, candidates)
     every = [item for each in items for item in each.everything()]
-    memory = _Lifetimes(trace, [item.call for item in every if item.call])
+    memory = _Lifetimes(trace, [item.call for item in every])
     for item in every:
         memory.fill(item)
     return items
@@ -130,18 +126,19 @@ def _chain(trace: Trace, call: Call, candidates: Candidates) -> list[Item]:
     found: list[Item] = []
     for inner in call.calls:
         items = _chain(trace, inner, candidates)
-        calls = [item for item in items if item.call]
+        calls = [item for item in items if item.call.module is not None]
         if candidates(inner):
-            found.append(Item(inner, inner.start, inner.end, items if calls and not candidates.is_whole(inner) else []))
+            found.append(Item(inner, items if calls and not candidates.is_whole(inner) else []))
         elif not calls and candidates.is_in_row(inner, call):
-            found.append(Item(inner, inner.start, inner.end, can_be_region=False))
+            found.append(Item(inner, can_be_region=False))
         else:
             found += calls
-    starts = [call.start, *(item.end for item in found)]
-    ends = [*(item.start for item in found), call.end]
+    starts = [call.start, *(item.call.end for item in found)]
+    ends = [*(item.call.start for item in found), call.end]
     times = [operation.time for operation in trace.operations]
-    between = [Item(None, a, b) for a, b in zip(starts, ends) if bisect_left(times, a) < bisect_left(times, b)]
-    return sorted([*found, *between], key=lambda item: item.start)
+    parts = [Call(None, a, b) for a, b in zip(starts, ends) if bisect_left(times, a) < bisect_left(times, b)]
+    between = [Item(part, can_be_region=False) for part in parts]
+    return sorted([*found, *between], key=lambda item: item.call.start)
 
 
 class _Lifetimes:
@@ -191,25 +188,25 @@ class _Lifetimes:
 
     def fill(self, item: Item) -> None:
         """Compute the costs and bytes of an item."""
-        first, last = self._index(item.start), self._index(item.end)
+        call = item.call
+        first, last = self._index(call.start), self._index(call.end)
         operations = self._trace.operations[first:last]
         saved: dict[int, tuple[int, Memory]] = {}
-        i, j = bisect_left(self._saved_times, item.start), bisect_left(self._saved_times, item.end)
+        i, j = bisect_left(self._saved_times, call.start), bisect_left(self._saved_times, call.end)
         for time, memory in self._trace.saved[i:j]:
-            if memory.kept >= item.start:
+            if memory.kept >= call.start:
                 saved.setdefault(id(memory), (time, memory))
         item.work = self._work(first, last)
-        item.keep = sum(memory.nbytes for _, memory in saved.values() if memory.kept < item.end)
-        made = self._gradients_made[slice(*(bisect_left(self._gradients_made, (t, 0)) for t in (item.start, item.end)))]
+        item.keep = sum(memory.nbytes for _, memory in saved.values() if memory.kept < call.end)
+        made = self._gradients_made[slice(*(bisect_left(self._gradients_made, (t, 0)) for t in (call.start, call.end)))]
         item.gradients = sum(nbytes for _, nbytes in made)
-        waiting = self._waiting(item.end, last)
+        waiting = self._waiting(call.end, last)
         item.waiting = sum(waiting.values())
-        arguments = item.call.given if item.call else []
-        item.given = sum(memory.nbytes for memory in arguments if memory.kept >= item.start)
-        results = {id(memory) for memory in item.call.results} if item.call else set()
+        item.given = sum(memory.nbytes for memory in call.given if memory.kept >= call.start)
+        results = {id(memory) for memory in call.results}
         item.beside = sum(nbytes for key, nbytes in waiting.items() if key not in results)
-        before = [memory for memory in self._alive[first] if memory.kept >= item.start]
-        given = {id(memory) for memory in arguments}
+        before = [memory for memory in self._alive[first] if memory.kept >= call.start]
+        given = {id(memory) for memory in call.given}
         item.held = sum(memory.nbytes for memory in before if id(memory) not in given)
         own = [memory for operation in operations for memory in operation.made]
         item.bare = item.given + _most([(memory.made, memory.freed, memory.nbytes) for memory in own], item)
@@ -219,15 +216,12 @@ class _Lifetimes:
             backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
             ends = self._work(first, self._index(self._saved_times[j - 1]) if j > i else first)
             item.plain = item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
-        module = item.call.module if item.call else None
-        parameters = tuple((p.nbytes, p.requires_grad) for p in (module.parameters() if module is not None else ()))
-        shapes = tuple((memory.nbytes, memory.has_gradient) for memory in arguments)
-        differentiable = item.call.differentiable if item.call else ()
+        parameters = () if call.module is None else call.module.parameters()
         item.key = (
-            type(module),
-            parameters,
-            shapes,
-            differentiable,
+            type(call.module),
+            tuple((p.nbytes, p.requires_grad) for p in parameters),
+            tuple((memory.nbytes, memory.has_gradient) for memory in call.given),
+            call.differentiable,
             hash(tuple(operation.key for operation in operations)),
         )
 
@@ -260,6 +254,6 @@ def _most(spans: Iterable[tuple[int, float, int]], item: Item) -> int:
     """The most bytes that are alive at a time of the item, of memory with these spans."""
     changes: dict[float, int] = defaultdict(int)
     for start, end, nbytes in spans:
-        changes[max(start, item.start)] += nbytes
+        changes[max(start, item.call.start)] += nbytes
         changes[end + 1] -= nbytes
-    return max([0, *accumulate(changes[time] for time in sorted(changes) if time < item.end)])
+    return max([0, *accumulate(changes[time] for time in sorted(changes) if time < item.call.end)])

@@ -43,11 +43,10 @@ class Measured(NamedTuple):
 
     def options(self, item: Item, only_least: bool = False) -> list[Option]:
         """Return the options of an item that does what this call does, or only to save nothing."""
-        assert item.call is not None
         # The call alone has made its arguments. In the model those before it may keep them.
         others = max(0, item.call.nbytes - item.given)
         # Results that nothing after it keeps.
-        results = sum(memory.nbytes for memory in item.call.results if memory.kept < item.end)
+        results = sum(memory.nbytes for memory in item.call.results if memory.kept < item.call.end)
         (tradeoff, choices, least, most), found = self, []
         nothing = [tradeoff.nothing] if results and not tradeoff.results.isdisjoint(choices[0].steps) else []
         for choice in [tradeoff.nothing] if only_least else [*nothing, *choices]:
@@ -131,8 +130,7 @@ class Measuring:
 
     def __init__(self, items: Iterable[Item], cost: Any, on_measured: Callable[[], Any]) -> None:
         self._cost, self._on_measured = cost, on_measured
-        calls = [(item.call, item) for item in items if item.call]
-        self._items = {(id(call.module.__dict__), call.number): item for call, item in calls}
+        self._items = {(id(item.call.module.__dict__), item.call.number): item for item in items}
         self._counts = Counter[int]()
         self._is_busy = False
         self.found: dict[tuple, Measured | None] = {}
@@ -147,7 +145,6 @@ class Measuring:
         self._counts[key] += 1
         if item is None or item.key in self.found:
             return
-        assert item.call is not None
         self._is_busy, self.found[item.key] = True, None  # calls in a measured call have their turn later
         try:
             self.found[item.key] = _measured(item.call, self._cost, args, kwargs)

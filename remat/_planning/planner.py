@@ -95,7 +95,7 @@ class _Planner:
         items = [
             item
             for item in self._every
-            if item.call and item.can_be_region and item.keep + item.waiting <= most and item.key not in self._measured
+            if item.can_be_region and item.keep + item.waiting <= most and item.key not in self._measured
         ]
         self._measured |= {item.key for item in items}
         bar = _progress_bar(len({item.key for item in items}))
@@ -122,7 +122,6 @@ class _Planner:
         return self._items
 
     def _name(self, item: Item) -> str:
-        assert item.call is not None
         return self._candidates.names[id(item.call.module.__dict__)]
 
     def _searches(self, amount: int) -> Iterator[tuple[bool, Solver, List]]:
@@ -203,7 +202,6 @@ class _Planner:
 
     def _region(self, calls: Sequence[Item], option: Option | None, has_regions: bool) -> RegionPlan:
         first = calls[0].call
-        assert first is not None
         name, module, children = self._name(calls[0]), first.module, None
         if len(calls) > 1:
             module, children = first.container, (first.index, first.index + len(calls))
@@ -238,10 +236,10 @@ class _Planner:
 
     def _too_little(self, amount: int, least: int, item: Item, in_backward: bool) -> str:
         choice = "with any plan that remat finds" if self._is_free else "even if the chosen modules save nothing"
-        within = (m for m in self._trace.memory if item.start <= m.made < item.end)
+        within = (m for m in self._trace.memory if item.call.start <= m.made < item.call.end)
         largest = max(within, key=lambda memory: memory.nbytes, default=None)
         place = f"The peak is in the {'backward' if in_backward else 'forward'} pass"
-        if item.call:
+        if item.call.module is not None:
             place += f" of {self._name(item)!r}"
         if largest is not None:
             func, call = largest.by

@@ -104,7 +104,7 @@ class Solver:
         for item in reversed(items):
             key = self._number(item), id(rest)
             if key not in self._lists:
-                is_silent = rest.is_silent and not (item.call or item.keep)
+                is_silent = rest.is_silent and item.call.module is None and not item.keep
                 gradients = rest.gradients + item.gradients
                 self._lists[key] = List(item, rest, rest.wait, rest.is_inside, rest.is_row, is_silent, gradients)
             rest = self._lists[key]
@@ -212,13 +212,13 @@ class Solver:
         """Go through a plan of a list, for this chain: the calls, their way, and the number of the plan inside."""
         todo = list(reversed(chain))
         while todo:
-            assert items.plans is not None
-            way, inner = items.ways[int(items.plans.way[number])], int(items.plans.inner[number])
+            plans = self.plans(items)
+            way, inner = items.ways[int(plans.way[number])], int(plans.inner[number])
             calls = tuple(todo.pop() for _ in (way.region.calls if way.region else [None]))
             if way.region is None and way.option is None:
                 todo += reversed(calls[0].items)
             yield calls, way, inner
-            number, items = int(items.plans.rest[number]), way.rest
+            number, items = int(plans.rest[number]), way.rest
 
     def chosen(self, items: List, number: int, chain: Sequence[Item]) -> list[Planned]:
         """Return the regions of a plan of this chain, each followed by those inside of it."""
@@ -233,8 +233,7 @@ class Solver:
 
     def largest(self, items: List, number: int, chain: Sequence[Item]) -> tuple[Item, bool]:
         """Return the item of the chain that needs the peak of a plan, and whether it does in the backward."""
-        assert items.plans is not None
-        peak, kept = int(items.plans.peak[number]), 0
+        peak, kept = int(self.plans(items).peak[number]), 0
         for calls, way, inner in self._steps(items, number, chain):
             if way.option is not None:
                 backward = way.option.backward + way.rest.gradients

@@ -54,10 +54,10 @@ class Operation:
 
 
 class Call:
-    """A call of a module."""
+    """A call of a module, or without one the whole forward, or what lies between two calls."""
 
-    def __init__(self, module: nn.Module | None, start: int, number: int = 0) -> None:
-        self.module, self.start, self.end = module, start, start
+    def __init__(self, module: nn.Module | None, start: int, end: int = 0, number: int = 0) -> None:
+        self.module, self.start, self.end = module, start, end
         self.number = number  # of earlier calls of its module
         self.calls: list[Call] = []  # inside of it
         self.given: list[Memory] = []  # its arguments that the forward has made
@@ -159,7 +159,7 @@ class Trace(PeakMemory):
 
     def _starts(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         key = id(module.__dict__)
-        call = Call(module, self._tick(), self._counts[key])
+        call = Call(module, self._tick(), number=self._counts[key])
         self._counts[key] += 1
         tensors = _tensors((args, kwargs))
         call.differentiable = tuple([t.requires_grad for t in tensors])

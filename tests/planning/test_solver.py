@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Iterator, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from remat._planning.items import NO_WORK, Item, Option, Work
 from remat._planning.solver import Solver
+from remat._planning.trace import Call
 
 Entry = tuple[list[Item], Any]  # the calls, and an option or the plan of a region around them
 
@@ -19,14 +20,15 @@ def item(numbers: random.Random, index: int, container: Any, depth: int = 0) -> 
     def some(most: int = 20) -> int:
         return numbers.randrange(most)
 
-    call: Any = None
+    call = Call(None, 0)
     if numbers.random() < 0.8:
         container, overwrites = container if numbers.random() < 0.8 else None, numbers.random() < 0.2
-        call = SimpleNamespace(container=container, index=index, overwrites=overwrites)
-    found = Item(call, 0, 0, key=(index, depth, numbers.random()))
+        call = Call(nn.Identity(), 0)
+        call.container, call.index, call.overwrites = container, index, overwrites
+    found = Item(call, key=(index, depth, numbers.random()))
     found.keep, found.gradients, found.waiting, found.held, found.given = some(), some(5), some(5), some(4), some(5)
     found.work, found.bare = Work(some() + 1, 0), some() + found.given
-    if call is not None and depth == 0 and numbers.random() < 0.5:
+    if call.module and depth == 0 and numbers.random() < 0.5:
         inner = object()
         found.items = [item(numbers, i, inner, 1) for i in range(numbers.randrange(1, 3))]
         found.gradients = sum(each.gradients for each in found.items)
@@ -35,7 +37,7 @@ def item(numbers: random.Random, index: int, container: Any, depth: int = 0) -> 
     else:
         ends = Work(some(int(found.work.cost) + 1) if found.keep else 0, 0)
         found.options.append(Option(found.keep, found.keep + some(), found.keep + some(), NO_WORK, ends))
-    for _ in range(numbers.randrange(3) if call is not None else 0):
+    for _ in range(numbers.randrange(3) if call.module else 0):
         keep = found.given + some()
         ends = Work(some(int(found.work.cost) + 1), 0)
         found.options.append(Option(keep, keep + some(), keep + some(), Work(some(), 0), ends, 1, frozenset()))
@@ -66,7 +68,7 @@ def replayed(plan: Sequence[Entry], wait: int = 0, inside: bool = False, later: 
     peak, cost, now = 0, 0.0, 0
     kept: list[tuple[int, Entry]] = []
     for i, (calls, how) in enumerate(plan):
-        is_last = all(not (each.call or each.keep) for others, _ in plan[i + 1 :] for each in others)
+        is_last = all(not (each.call.module or each.keep) for others, _ in plan[i + 1 :] for each in others)
         waits = wait + later if inside else 0
         if isinstance(how, Option):
             forward, keep = how.forward, how.keep
@@ -105,5 +107,5 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
         assert solver.cheapest(chain, peak) == number and solver.cheapest(chain, best[0][0] - 1) == -1
         calls = [id(call) for calls, *_ in solver.chosen(chain, number, items) for call in calls]
         every = [each for top in items for each in top.everything()]
-        assert set(calls) <= {id(each) for each in every if each.call}
+        assert set(calls) <= {id(each) for each in every if each.call.module}
         assert solver.largest(chain, number, items)[0] in every and peak >= 0
