@@ -127,8 +127,9 @@ class Listing:
                 found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
             else:
                 found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
-            named: list[tuple[Kind, str, torch.Tensor]]
-            named = [("argument", name, tensor) for name, tensor in zip(self.program.names, operands)]
+            named: list[tuple[Kind, str, torch.Tensor]] = [
+                ("argument", name, tensor) for name, tensor in zip(self.program.names, operands)
+            ]
             named += [("captured", name, tensor) for name, tensor in captured]
             known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(named) for p in parts(t)}
             found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]

@@ -41,10 +41,14 @@ def parse_amount(amount: Any, whole: int, name: str, integers: str = "bytes") ->
 
 
 def aligned(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
-    """The lines of a table. ``align`` has ``<`` or ``>`` for the first columns; the others are aligned to the right."""
+    """The lines of a table, without its empty columns.
+
+    ``align`` has ``<`` or ``>`` for the first columns; the others are aligned to the right.
+    """
     widths = [max(map(len, column)) for column in zip(*rows)]
     columns = list(zip(align.ljust(len(widths), ">"), widths))
-    return ["  ".join(f"{c:{side}{width}}" for c, (side, width) in zip(row, columns)).rstrip() for row in rows]
+    cells = ((f"{c:{side}{width}}" for c, (side, width) in zip(row, columns) if width) for row in rows)
+    return ["  ".join(row).rstrip() for row in cells]
 
 
 def size_text(nbytes: int) -> str:

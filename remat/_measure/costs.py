@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -26,8 +27,7 @@ def plot_peaks(
 ) -> Any:
     """Draw labelled points of recomputed FLOPs (or times) and peak memory, and a dashed line through the ``best``."""
     axes = _axes(axes)
-    for i, (label, count, nbytes) in enumerate(points):
-        marker = _MARKERS[i % len(_MARKERS)]
+    for (label, count, nbytes), marker in zip(points, itertools.cycle(_MARKERS)):
         # Hollow markers, so that equal points are both seen; at zero they are not cut.
         axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
     if len(best) > 1:

@@ -26,9 +26,8 @@ class ModuleNames:
     """Names of the modules of a program: the path below a root module, or the class."""
 
     def __init__(self, named: Mapping[str, nn.Module]) -> None:
-        self._names: dict[int, str] = {}  # by the id of a module's state, which a region of the module shares
-        for name, module in named.items():
-            self._names.setdefault(id(module.__dict__), name or _class(module))
+        # By the id of a module's state, which a region of the module shares; the first name of each.
+        self._names = {id(m.__dict__): name or _class(m) for name, m in reversed([*named.items()])}
 
     def now(self) -> str | None:
         """The innermost module that is being called."""
@@ -180,10 +179,8 @@ def listing(rows: Sequence[SavedResidual], inputs: bool) -> str:
             source, module = row.source, row.module
         where = f", in {module}" if module else ""
         table.append((tensor_text(row), str(row.device), size_text(row.nbytes), count, source + where))
-    if not any(count for *_, count, _ in table):
-        table = [(*cells, source) for *cells, _, source in table]
     total = f"total: {_tensors(own)}" + (f", plus {_tensors(given, 'input')}" if given else "")
-    return "\n".join([*aligned(table, "<<><<" if table and len(table[0]) == 5 else "<<><"), total])
+    return "\n".join([*aligned(table, "<<><<"), total])
 
 
 def _tensors(rows: Sequence[SavedResidual], what: str = "tensor") -> str:

@@ -291,11 +291,10 @@ class Program:
         operands = self.operands()
         with cut, torch.enable_grad():
             result = self.call(fn, operands)
-            values = []
-            if keep:
-                values = [(name, v.detach() if isinstance(v, torch.Tensor) else v) for name, v in _leaves(result)]
+            kept = _leaves(result) if keep else []
+            values = [(name, v.detach() if isinstance(v, torch.Tensor) else v) for name, v in kept]
             value = self._loss_of(result)
-            del result
+            del result, kept
             at_end()
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return values
@@ -414,12 +413,11 @@ def relative_times(program: Program, ways: Sequence[Way]) -> list[float]:
     rounds = []
     with program.preserved() as overwritten:
         program.run(ways[0].fn)
-    for i in range(_ROUNDS + 1):
+    for _ in range(_ROUNDS + 1):
         with gc_disabled():
             seconds = [_seconds(program, way, overwritten) for way in ways]
-        if i:  # the first is a warm-up
-            rounds.append([each / seconds[0] for each in seconds])
-    return [median(ratios) for ratios in zip(*rounds)]
+        rounds.append([each / seconds[0] for each in seconds])
+    return [median(ratios) for ratios in zip(*rounds[1:])]  # the first is a warm-up
 
 
 def _seconds(program: Program, way: Way, overwritten: Any) -> float:
