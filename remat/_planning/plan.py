@@ -21,7 +21,7 @@ from .._region.options import Options
 from .._selective.search import UNITS, best_of
 from ..errors import RematError, shown
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -182,10 +182,8 @@ class Plan:
         """
         if callable(self.cost):
             raise TypeError("A plan can't be saved if its cost is a function: use 'roofline', 'flops' or 'time'.")
-        programs = list(dict.fromkeys(region.operators for region in self.regions))
-        regions = [{**asdict(region), "operators": programs.index(region.operators)} for region in self.regions]
         with open(path, "w") as file:
-            json.dump({**asdict(self), "format": _FORMAT, "programs": programs, "regions": regions}, file)
+            json.dump({**asdict(self), "format": _FORMAT}, file)
 
     def options(self) -> dict[str, Options]:
         """Return the options of the modules that are regions, or some of whose modules are, by name."""
@@ -264,10 +262,9 @@ def loaded(path: str | os.PathLike[str]) -> Plan:
         found = None
     if not isinstance(found, dict) or found.pop("format", None) != _FORMAT:
         raise RematError(f"{shown(path)} is no plan that this version of remat can read.")
-    programs = [tuple(program) for program in found.pop("programs")]
     regions = [
         RegionPlan(
-            operators=programs[region.pop("operators")],
+            operators=tuple(region.pop("operators")),
             steps=tuple(region.pop("steps")),
             children=tuple(region.pop("children") or ()) or None,
             **region,

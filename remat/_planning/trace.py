@@ -193,7 +193,7 @@ class Trace(PeakMemory):
 
 
 @contextmanager
-def hooked(modules: Iterable[nn.Module], starts: Callable, ends: Callable | None = None) -> Iterator[None]:
+def hooked(modules: Iterable[nn.Module], starts: Callable, ends: Callable = lambda *_: None) -> Iterator[None]:
     """Call ``starts`` and ``ends`` with each call of the modules. In ``vmap`` it is a part of the one around it."""
 
     def unless_in_transform(hook: Callable) -> Callable:
@@ -202,8 +202,7 @@ def hooked(modules: Iterable[nn.Module], starts: Callable, ends: Callable | None
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_pre_hook(unless_in_transform(starts), with_kwargs=True).remove)
-            if ends is not None:
-                stack.callback(module.register_forward_hook(unless_in_transform(ends), with_kwargs=True).remove)
+            stack.callback(module.register_forward_hook(unless_in_transform(ends), with_kwargs=True).remove)
         yield
 
 
