@@ -163,14 +163,3 @@ def _dataclass(cls: type) -> Node | None:
         return obj
 
     return take, put, optree.GetAttrEntry
-
-
-# The most frequent types of leaves that contain no tensor.
-_WITHOUT_TENSORS = frozenset(
-    [type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator]
-)
-
-
-def without_plain(values: Iterable[Any]) -> list[Any]:
-    """The values that may contain tensors."""
-    return [value for value in values if type(value) not in _WITHOUT_TENSORS]

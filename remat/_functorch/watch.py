@@ -20,7 +20,6 @@ from .._core.devices import wait_for_backward_threads
 from .._core.facts import tensors
 from .._core.state import own_work, state
 from .._core.tensors import is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
-from .._core.trees import without_plain
 from ..errors import CaptureError, RematError
 
 
@@ -150,7 +149,7 @@ class Watch(TorchFunctionMode):
         if kinds and private.GRAD not in kinds and private.JVP not in kinds:
             return  # a tensor stored under vmap has no use without remat either
         known = set(map(id, (*outs, *region.inputs.operands())))
-        values = [*region.inputs.arguments.searched(), *without_plain(value for _, value in region.outputs.entries)]
+        values = [*region.inputs.arguments.searched(), *(value for _, value in region.outputs.entries)]
         for path, value in Captured(region.fn, *values).tensors:
             lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)
             # A recurrent network makes the list of its parameters anew in each call if they have changed.

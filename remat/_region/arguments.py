@@ -31,7 +31,7 @@ class Arguments:
 
     def searched(self) -> list[Any]:
         """The leaves that may lead to captured tensors."""
-        return trees.without_plain(self.leaves)
+        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Generator)]
 
     def generators(self) -> list[torch.Generator]:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
