@@ -11,7 +11,6 @@ far ahead of the device, two groups are on the device, not all. Groups refer to 
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import weakref
 from collections import deque
@@ -112,9 +111,8 @@ class Group:
 
     def __init__(self) -> None:
         self.members: list[weakref.ref[Offloaded]] = []
-        self._number = next(_numbers)
         self._siblings: Any = vars(_thread).setdefault("groups", weakref.WeakValueDictionary())
-        self._siblings[self._number] = self
+        self._siblings[id(self)] = self
         self._reached_in: Callable[[], Pass | None] = lambda: None
 
     def prefetch(self, running: Pass) -> None:
@@ -138,13 +136,13 @@ class Group:
                 return
             self._reached_in = weakref.ref(running)
         siblings = [group for ref in self._siblings.valuerefs() if (group := ref()) is not None]
+        place = siblings.index(self)
         if private.graph_task_keeps_graph():  # then nodes don't release the groups that the pass is done with
-            for group in siblings:
-                if group._number > self._number:
-                    group.clear()
+            for group in siblings[place + 1 :]:
+                group.clear()
         self.prefetch(running)
-        for group in reversed(siblings):
-            if group._number < self._number and group._alive():
+        for group in reversed(siblings[:place]):
+            if group._alive():
                 group.prefetch(running)
                 break
 
@@ -152,7 +150,6 @@ class Group:
         return [member for ref in list(self.members) if (member := ref()) is not None]
 
 
-_numbers = itertools.count()
 _thread = threading.local()  # its groups, in the order in which they were made
 
 
