@@ -129,16 +129,15 @@ class _Planner:
 
         Then those that keep the least everywhere: of plans with equal predicted peaks they may need less than others.
         """
-        found = []
+        found: dict[bool, tuple[tuple[bool, float], Solver, List]] = {}
         for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
             solver = Solver(self._longest_row, _ABOVE * amount)
             items = solver.list_of(self._with_options(shared))
             plans, number = solver.plans(items), solver.cheapest(items, amount)
             cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
-            found.append((number < 0, cost, shared, solver, items))
-        order = _agreed([each[2] for each in sorted(found, key=lambda each: each[:3])])
-        found.sort(key=lambda each: order.index(each[2]))
-        yield from (each[2:] for each in found)
+            found[shared] = (number < 0, cost), solver, items
+        order = _agreed(sorted(found, key=lambda shared: found[shared][0]))
+        yield from ((shared, *found[shared][1:]) for shared in order)
         for shared in order:
             least = Solver(self._longest_row, 0)
             yield shared, least, least.list_of(self._with_options(shared))

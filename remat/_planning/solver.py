@@ -88,7 +88,6 @@ class Solver:
         self._longest_row, self._limit, self._most_plans = longest_row, limit, most_plans
         self._lists: dict[tuple, List] = {}
         self._numbers: dict[tuple, int] = {}  # of the signatures of items
-        self._number_of: dict[int, int] = {}  # the same, by the ids of items
 
     def list_of(self, items: Sequence[Item], wait: int = 0, is_inside: bool = False, is_row: bool = False) -> List:
         """Return the list of these items."""
@@ -112,9 +111,7 @@ class Solver:
 
     def _number(self, item: Item) -> int:
         """A number that is equal for items that the search can't tell apart."""
-        if id(item) not in self._number_of:
-            self._number_of[id(item)] = self._numbers.setdefault(item.signature, len(self._numbers))
-        return self._number_of[id(item)]
+        return self._numbers.setdefault(item.signature, len(self._numbers))
 
     def plans(self, items: List) -> Plans:
         """Return the plans of a list."""
