@@ -17,6 +17,7 @@ from .._measure.allocated import Allocated
 from .._measure.program import default_loss
 from .._modules.region_class import regions
 from .._policy.policy import Budget, Chosen
+from .._region.arguments import Arguments, take_apart
 from .._region.options import Options
 from .._selective.choices import Tradeoff
 from .._selective.search import Choice
@@ -72,7 +73,7 @@ class Measured(NamedTuple):
 def _copied(leaves: Sequence[Any]) -> list[Any]:
     """Copy the objects in arguments that a call may change, such as a cache of keys and values."""
     memo: dict[int, Any] = {}  # an object that is there twice has one copy
-    return [leaf if isinstance(leaf, torch.Tensor) or callable(leaf) else copy.deepcopy(leaf, memo) for leaf in leaves]
+    return [leaf if callable(leaf) else copy.deepcopy(leaf, memo) for leaf in leaves]
 
 
 def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
@@ -81,22 +82,21 @@ def _alone(call: Call, policy: Budget, args: tuple, kwargs: dict) -> Needs:
     As in the model, only the call owns its arguments, and only the engine owns the gradients of its results.
     """
     module: Any = call.module
-    leaves, spec = trees.flatten((args, kwargs))
-    leaves = _copied(leaves)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found, tensors = take_apart(args, kwargs)
+    arguments = Arguments(found.spec, _copied(found.leaves), found.uses)
     parameters = [p for p in module.parameters() if p.requires_grad]
     seed = torch.zeros((), requires_grad=True)
     torch.clear_autocast_cache()  # it may have copies of weights that the call would make itself in a step
     with Allocated([*tensors, *parameters]) as memory, torch.enable_grad():
-        given = {id(t): t.clone() if is_differentiable(t) else t for t in tensors}
-        given |= {id(t): t + seed for t, needed in zip(tensors, call.differentiable) if needed}
-        filled = [given[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        del given
-        arguments: Any = spec.unflatten(filled)
-        del filled, args, kwargs
+        owned = [
+            t + seed if needed else t.clone() if is_differentiable(t) else t
+            for t, needed in zip(tensors, call.differentiable)
+        ]
+        positional, keywords = arguments.filled(owned)
+        del owned, args, kwargs
         with regions({module: Options(policy=policy)}):
-            result = module.forward(*arguments[0], **arguments[1])
-        del arguments
+            result = module.forward(*positional, **keywords)
+        del positional, keywords
         memory.next_phase()
         results = [t for t in trees.flatten(result)[0] if isinstance(t, torch.Tensor) and t.requires_grad]
         end = default_loss([t * 1 for t in results])

@@ -21,6 +21,7 @@ from .._core.tensors import is_differentiable
 from .._measure.allocated import Allocated
 from .._measure.observer import PeakMemory, strided
 from .._modules.region_class import is_sequence
+from .._region.arguments import take_apart
 from .._region.hooks import is_hooks_refusal
 from .._selective.search import cost_of
 from ..errors import RematError
@@ -63,7 +64,7 @@ class Call:
         self.given: list[Memory] = []  # its arguments that the forward has made
         self.results: list[Memory] = []
         self.nbytes = 0  # of the arguments that a region would keep
-        self.differentiable: tuple[bool, ...] = ()  # which of the tensors in its arguments require grad
+        self.differentiable: tuple[bool, ...] = ()  # which of the distinct tensors in its arguments require grad
         self.container: nn.Module | None = None  # a `Sequential` that calls this and the next modules in its own loop
         self.index = 0  # its place in there
         self.is_differentiated = False
@@ -161,11 +162,11 @@ class Trace(PeakMemory):
         key = id(module.__dict__)
         call = Call(module, self._tick(), number=self._counts[key])
         self._counts[key] += 1
-        tensors = _tensors((args, kwargs))
+        _, tensors = take_apart(args, kwargs)
         call.differentiable = tuple([t.requires_grad for t in tensors])
-        given = {id(t): t for t in tensors if t.layout is torch.strided}
-        call.given = list({id(m): m for t in given.values() if (m := self.memory_of(t)) is not None}.values())
-        call.nbytes = sum(t.numel() * t.element_size() for t in given.values() if is_differentiable(t))
+        call.given = list({id(m): m for t in tensors if (m := self.memory_of(t)) is not None}.values())
+        given = [t for t in tensors if t.layout is torch.strided and is_differentiable(t)]
+        call.nbytes = sum(t.numel() * t.element_size() for t in given)
         around = self._calls[-1]
         if is_sequence(around.module):
             call.container, call.index = around.module, len(around.calls)
@@ -175,7 +176,7 @@ class Trace(PeakMemory):
     def _ends(self, module: nn.Module, args: tuple, kwargs: dict, result: Any) -> None:
         call = self._calls.pop()
         call.end = self._tick()
-        found = _tensors(result)
+        found = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         call.results = [memory for t in found if (memory := self.memory_of(t)) is not None]
         call.is_differentiated = any(t.requires_grad for t in found)
 
@@ -215,10 +216,6 @@ _DIFFERENTIATES = (
 
 def _unread(_: None) -> torch.Tensor:
     raise RematError(_DIFFERENTIATES)
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 _CONVOLUTION = torch.ops.aten.convolution.default
