@@ -160,7 +160,7 @@ class Watch(TorchFunctionMode):
         """Check that the run, which has ended, has read no captured tensor that isn't an operand."""
         wait_for_backward_threads(self._alive_suspects())
         if alive := self._alive_suspects():
-            made = _MADE if isinstance(alive[0], torch.nn.Parameter) else ""
+            made = "" if private.is_wrapped(alive[0]) else _MADE
             raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)) + made)
 
     def _alive_suspects(self) -> list[torch.Tensor]:
@@ -246,7 +246,7 @@ _HIDDEN = (
     "nor found in what the function captures (closures, globals, modules, objects). Pass it as an argument."
 )
 _MADE = (
-    " If the function itself makes this parameter, as torch.func.linearize does, make it outside of the region, or use "
+    " If the function itself makes this tensor, as torch.func.linearize does, make it outside of the region, or use "
     "torch.func.jvp."
 )
 _STORED = (
