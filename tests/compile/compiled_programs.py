@@ -1,7 +1,5 @@
 """Programs with regions that are compiled or traced. `wrap` makes a region of a function."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Regions that Python runs under `torch.compile`: Dynamo breaks the graph, or a compiled backward would be wrong."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterator
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Policies in compiled code: what they save, names, and nested regions, under plain autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

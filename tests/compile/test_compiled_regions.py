@@ -1,7 +1,5 @@
 """Regions in compiled code under plain autograd: values, recomputes, sizes, options, flags and failures."""
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

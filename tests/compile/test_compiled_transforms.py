@@ -1,7 +1,5 @@
 """`torch.func` transforms in compiled code: values, and the peak memory of the compiled graph."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

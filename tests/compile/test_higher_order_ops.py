@@ -1,7 +1,5 @@
 """Operators that compile their branches or bodies, such as `torch.cond`, in eager regions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

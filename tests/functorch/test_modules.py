@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from cases import SineAndCosine, assert_same, rand, repeated
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
 
-from remat import RematError, remat
+from remat import RematError, policies, remat
+from remat import nn as remat_nn
 
 
 class Block(nn.Module):
@@ -178,6 +180,29 @@ def test_a_recurrent_network_twice_in_a_region_that_differentiates() -> None:
         return grad(lambda params: region(params).sin().sum())(params)
 
     both(program)
+
+
+def test_hessian_vector_product_of_products_that_an_activation_overwrites() -> None:
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4)).double()
+    params = detached(net)[0]
+    hvp = lambda net: jvp(grad(lambda params: loss(net)(params, X)), (params,), (params,))[1]
+    assert_same(hvp(remat_nn.apply(copy.deepcopy(net), nn.Linear, policy=policies.save_matmuls)), hvp(net))
+
+
+def test_gradients_of_a_dataclass_that_torch_knows() -> None:
+    @dataclass
+    class Node:
+        ab: Tensor | None = None  # the names of the given fields contain those of others
+        cd: Tensor | None = None
+        a: Tensor | None = None
+        b: Tensor | None = None
+
+    torch.export.register_dataclass(Node)
+
+    def fn(n: Any) -> Tensor:
+        return ((n.a * 3 if n.ab is None else n.ab) * (n.b if n.cd is None else n.cd)).sin().cos().sum()
+
+    both(lambda wrap: vars(grad(wrap(fn))(Node(ab=X, cd=X.cos()))))
 
 
 def sine(x: Tensor) -> Tensor:

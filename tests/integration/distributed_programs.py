@@ -4,8 +4,6 @@ Each program trains it in several of the `WAYS` to checkpoint its blocks, with a
 program, or its error, is in its own files.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import time
