@@ -130,7 +130,7 @@ class Choices:
         values = [(value, step) for step in program.steps for value in step.outs]
         sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in values}
         keepable = {value for value, step in values if is_judged(step.result, step.facts)}
-        stays = {number for number in range(len(program.steps)) if not (program.lazy and number in program.skippable)}
+        stays = set(range(len(program.steps))) - program.skippable
         return Problem(program.steps, program.reads, self.costs, sizes, keepable, roots, stays)
 
 

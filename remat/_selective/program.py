@@ -6,9 +6,8 @@ recompute runs) is a function of the log, so it is computed once for equal logs.
 
 from __future__ import annotations
 
-import enum
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -83,14 +82,6 @@ class Log:
         return next((item for item in results if isinstance(item, Layout) and maker.outs[item.i] == value), None)
 
 
-class Skip(enum.Enum):
-    """Which steps a recompute may skip if nothing needs their results."""
-
-    NONE = "none"  # as it is not known what is needed, or a read could go undetected
-    SAFE = "those of which a read is detected"
-    ALL = "all"
-
-
 class Plan(NamedTuple):
     """The numbers of the steps that run, of the steps that are restored from saved values, and of these values."""
 
@@ -105,16 +96,17 @@ class Program:
     def __init__(self, log: Log, compiles: bool) -> None:
         self.steps, self.exposed = [*log.steps], {*log.exposed}
         self.verdicts, self.lines = {**log.verdicts}, {**log.lines}
-        # Under no_grad user code can read tensors undetected, as compiled code can.
+        # Nothing is skipped under no_grad, where user code can read tensors undetected, as compiled code can.
         self.lazy = not compiles and all(step.grad_mode for step in self.steps)
         self.overwritten = {*log.overwritten}
         if self.overwritten:  # a recompute may match any of several equal steps, and overwrite the result of that step
             self.overwritten |= self._equal_to(self.overwritten)
-        # Nothing is skipped in a program that isn't lazy, so that an operand is made although only its shape is read.
+        # Where nothing is skipped an operand is made although only its shape is read.
         self.reads = [() if self.lazy and step.facts.reads_nothing else step.reads for step in self.steps]
         # User code can read a value undetected if it is not differentiated, or is detached.
         self.dispensable = {value for step in self.steps for value in step.tracked if value not in log.exposed}
-        self.skippable = {number for number in range(len(self.steps)) if self._can_be_skipped(number)}
+        # The steps that a recompute may skip if nothing needs their results.
+        self.skippable = frozenset(filter(self._can_be_skipped, range(len(self.steps)) if self.lazy else ()))
         self._plans: dict[tuple, Plan] = {}
 
     def _equal_to(self, values: Collection[int]) -> set[int]:
@@ -168,16 +160,16 @@ class Program:
 
     def plan(self, roots: Collection[int], end: int, available: Collection[int], whole: bool = False) -> Plan:
         """Return the plan of a recompute of the ``roots`` that ends after ``end`` steps, with these saved values."""
-        return self._plan(roots, end, available, Skip.SAFE if self.lazy and not whole else Skip.NONE)
+        return self._plan(roots, end, available, frozenset() if whole else self.skippable)
 
     def used(self, roots: Collection[int], end: int, available: Collection[int], whole: bool = False) -> set[int]:
         """Return which of the available values are saved for such a recompute."""
         # If the program isn't lazy, a recompute skips nothing, but to save the operands of all steps may be too much.
-        skip = Skip.SAFE if self.lazy else Skip.ALL
-        return self._plan(roots, end, available, Skip.NONE if whole else skip).used
+        skippable = self.skippable if self.lazy else frozenset(range(end))
+        return self._plan(roots, end, available, frozenset() if whole else skippable).used
 
-    def _plan(self, roots: Collection[int], end: int, available: Collection[int], skip: Skip) -> Plan:
-        question = frozenset(roots), end, frozenset(available), skip
+    def _plan(self, roots: Collection[int], end: int, available: Collection[int], skippable: Set[int]) -> Plan:
+        question = frozenset(roots), end, frozenset(available), skippable
         if (known := self._plans.get(question)) is not None:
             return known
         needed = set(roots)
@@ -186,12 +178,12 @@ class Program:
         for number in range(end - 1, -1, -1):
             step = self.steps[number]
             wanted = not needed.isdisjoint(step.outs)
-            if not wanted and (skip is Skip.ALL or (skip is Skip.SAFE and number in self.skippable)):
+            if not wanted and number in skippable:
                 continue
             draws = step.draws
             # A step that changes its arguments is restored as a whole. Of others, unneeded dispensable results are
             # skipped. Not where nothing may be skipped: autograd may save any of them, and then reads it undetected.
-            in_part = wanted and not step.is_whole and skip is not Skip.NONE
+            in_part = wanted and not step.is_whole and skippable
             whole = [value for value in step.outs if not in_part or value in needed or value not in self.dispensable]
             is_saved = step.result is not UNDESCRIBED and all(value in available for value in whole)
             is_saved = is_saved and any(value in available for value in step.outs)
