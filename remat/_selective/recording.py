@@ -176,7 +176,7 @@ class Recording:
         outs: tuple[int, ...] = ()
         tracked: tuple[int, ...] = ()
         for tensor, storage, _ in (*new, *[(tensor, holder(tensor), None) for tensor in written]):
-            value = storages.put(storage, storages.number())
+            value = storages.put(storage)
             outs += (value,)
             if differentiated and is_differentiable(tensor):
                 tracked += (value,)

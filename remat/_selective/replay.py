@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import repeat
 from typing import Any, TypeVar
 
 import torch
@@ -89,7 +90,7 @@ class Replay(RegionMode):
         result = facts.run(*args, **kwargs)
         with without_torch_function():
             changed = [*[storage for _, storage, _ in storages.new(result)], *map(holder, written)]
-            for storage, value in zip(changed, [storages.number() for _ in changed] if step is None else step.outs):
+            for storage, value in zip(changed, repeat(None) if step is None else step.outs):
                 storages.put(storage, value)
         return result
 

@@ -92,18 +92,14 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
     if isinstance(result, torch.Tensor):
         for i, (tensor, storage, form) in enumerate(new):
             if tensor is result or storage is holder(result):
-                return _layout(result, i, form if tensor is result else place_of(result)[1])
+                form = form if tensor is result else place_of(result)[1]
+                is_described = is_as_it_lies(form) and not (result.is_quantized or has_no_memory(result))
+                return _new(Layout, (i, form)) if is_described else UNDESCRIBED
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNDESCRIBED)
     if isinstance(result, (tuple, list)):
         items = [template(item, new, arguments) for item in result]
         return UNDESCRIBED if any(item is UNDESCRIBED for item in items) else type(result)(items)
     return UNDESCRIBED if isinstance(result, torch.ScriptObject) else result
-
-
-def _layout(tensor: torch.Tensor, i: int, form: tuple | None) -> Any:
-    if not is_as_it_lies(form) or tensor.is_quantized or has_no_memory(tensor):
-        return UNDESCRIBED
-    return _new(Layout, (i, form))
 
 
 CONSTANT_BYTES = 4096
@@ -119,11 +115,6 @@ class Storages:
         self.tracked: set[int] = set()  # the values that require grad
         self._homes: dict[int, tuple[weakref.ref, int]] = {}  # by the storage's id: the storage, its value's number
 
-    def number(self) -> int:
-        """Return the number of a new value."""
-        self.count += 1
-        return self.count - 1
-
     def find(self, tensor: torch.Tensor) -> int | None:
         """Return the number of the value in a tensor's storage, or None for an unknown storage."""
         return self.at(holder(tensor))
@@ -136,10 +127,7 @@ class Storages:
     def enter(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in an input's storage. An unknown storage gets a new number."""
         number = self.find(tensor)
-        if number is None:
-            number = self.number()
-            self.put(holder(tensor), number)
-        return number
+        return self.put(holder(tensor)) if number is None else number
 
     def get(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
@@ -164,8 +152,10 @@ class Storages:
                 found.setdefault(id(storage), (tensor, storage, form))
         return [*found.values()]
 
-    def put(self, storage: Any, number: int) -> int:
-        """Set the number of the value in a storage, and return it."""
+    def put(self, storage: Any, number: int | None = None) -> int:
+        """Set the number of the value in a storage, that of a new value if it is None, and return it."""
+        if number is None:
+            number, self.count = self.count, self.count + 1
         self._homes[id(storage)] = weakref.ref(storage), number
         return number
 
@@ -180,12 +170,9 @@ class Storages:
     def _meet(self, tensor: torch.Tensor, storage: Any) -> int:
         """Return the number of the value in an unknown storage, which contains a constant."""
         content = _content(tensor)
-        number = self._constants.get(content) if content is not None else None
-        if number is None:
-            number = self.number()
-            if content is not None:
-                self._constants[content] = number
-        self.put(storage, number)
+        number = self.put(storage, None if content is None else self._constants.get(content))
+        if content is not None:
+            self._constants[content] = number
         if tensor.requires_grad:
             self.tracked.add(number)
         return number
