@@ -152,7 +152,7 @@ class Recorder(RegionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is not None:
-            self.recording.release()
+            del self.recording  # its candidates' autograd history may lead back to it
         state.recordings = state.recordings[:-1]
 
     def bind(self, operands: Iterable[torch.Tensor]) -> None:
@@ -163,12 +163,7 @@ class Recorder(RegionMode):
         """Return the record of the first run, which has ended."""
         recording = self.recording
         del self.recording  # it has references to operands
-        found = [(recording.storages.find(part), part) for tensor in results for part in parts(tensor)]
-        try:
-            return Record(recording, found)
-        except BaseException:  # the recompute of an enclosing region may be stopped here
-            recording.release()
-            raise
+        return Record(recording, [(recording.storages.find(part), part) for t in results for part in parts(t)])
 
 
 def recorder_for(region: Any) -> Recorder | None:

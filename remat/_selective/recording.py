@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
 from operator import attrgetter
@@ -18,6 +19,7 @@ from .._core.tensors import holder, is_differentiable, is_plain, parts
 from .._policy.policy import Budget, Policy, Verdict
 from .._policy.predicates import Answers, Question, question
 from .._policy.warnings import Warned
+from .._region.around import of_region
 from .._region.hooks import Hooks
 from .choices import Choices
 from .program import Log, Program, Step
@@ -36,8 +38,8 @@ class Verdicts:
         self.policy = policy
         self.own, self.warned = own, warned  # the region's own policy, without those of enclosing regions
         self.judges_names = policy.judges_names
-        self.names: dict[int, dict[str, Line]] = {}  # the names of each value
-        self.given: dict[str, Line] = {}  # all names that were given in the region
+        self.names = defaultdict[int, set[str]](set)  # the names of each value
+        self.given: set[str] = set()  # all names that were given in the region
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
         self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
         logs = state.logs if policy.asks else ()
@@ -53,24 +55,19 @@ class Verdicts:
         verdict = self.policy.verdict_for(facts.func) or self._judge(asked)
         return None if verdict is Verdict.RECOMPUTE else verdict
 
-    def on_name(self, value: int, number: int, step: Step, name: str, line: Line) -> Verdict | None:
+    def on_name(self, value: int, number: int, step: Step, name: str) -> Verdict | None:
         """Return the verdict on a value that got a name, or None if its names don't change the verdict."""
-        names = self.names.setdefault(value, {})
-        names.setdefault(name, line)
+        self.names[value].add(name)
         if not (self.judges_names and is_judged(step.result, step.facts)):
             return None
         asked: Question = self._questions.get(number, (None, step.facts.func, (), {}))
-        return self._judge(asked, names)
+        return self._judge(asked, self.names[value])
 
     def _judge(self, asked: Question, names: Iterable[str] = ()) -> Verdict:
         ask = partial(self.policy.judge, *asked, frozenset(names))
         for answers in self._answers:
             ask = partial(answers.verdict, asked[1], ask)
         return ask()
-
-    def release(self) -> None:
-        """Drop the references to tensors."""
-        self._questions.clear()
 
 
 class Recording:
@@ -240,7 +237,7 @@ class Recording:
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """Record the name of a tensor."""
-        self.verdicts.given.setdefault(name, line)
+        self.verdicts.given.add(name)
         for value, part in self.storages.inside(tensor):
             if value in self.log.made:
                 self._name(value, part, name, line)
@@ -249,7 +246,7 @@ class Recording:
         log, saved_values, number = self.log, self.saved_values, self.log.made[value]
         step = log.steps[number]
         log.lines.setdefault(number, line)
-        verdict = self.verdicts.on_name(value, number, step, name, line)
+        verdict = self.verdicts.on_name(value, number, step, name)
         if verdict is not None:
             saved_values.decide(value, verdict)
         saved_values.hold(value, part)
@@ -265,13 +262,15 @@ class Recording:
         Inside another region nothing is dropped: what is handed to it must not depend on what is alive.
         """
         values, count = self.saved_values, len(self.log.steps)
-        if values.in_region:
+        if of_region(values.hooks) is not None:
             return
         alive = {value for value in self.storages.values() if value not in values.candidates}
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
         available = {value for value in values.allowed if value in alive} | values.available()
         program = self._last or Program(self.log, self.known.compiles)
-        values.drop(program.used([*alive, *saved, *self.saves.above], count, available))
+        needed = program.used([*alive, *saved, *self.saves.above], count, available)
+        # A dropped value becomes a candidate again when it is read.
+        values.candidates = {value: tensor for value, tensor in values.candidates.items() if value in needed}
         held = len(values.candidates)
         self._enough = held + max(4, held, count // 16)
 
@@ -286,9 +285,3 @@ class Recording:
                 known.clear()
             known[self.verdicts.policy] = program
         return program
-
-    def release(self) -> None:
-        """Drop all references to tensors, whose autograd history may lead back to this object."""
-        self.saved_values.release_all()
-        self.verdicts.release()
-        self._siblings.clear()

@@ -206,7 +206,7 @@ class Attempt(Run):
     def __init__(self, record: Record, plan: Plan | None = None, last: bool = False, log: Any = None) -> None:
         super().__init__(log)
         self._make = partial(Replay, record, plan, last)
-        self.replay: Replay | None = None
+        self.replay: Any = None
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Replay:
         self.replay = self._make(inputs)
@@ -218,8 +218,6 @@ class Attempt(Run):
 
     def escaped(self, result: Any = None) -> bool:
         """Whether placeholders of skipped values are still alive, other than those in the result."""
-        if self.replay is None:
-            return False
         with without_torch_function():
             known = map(holder, all_parts(tensors(result)))
             return self.replay.placeholders.escaped(but=[*known, *self.replay.inputs])

@@ -21,7 +21,6 @@ from .._core.lines import Line
 from .._core.state import alias, unseen
 from .._core.tensors import as_bytes, holder
 from .._policy.policy import Verdict
-from .._region.around import of_region
 from .._region.hooks import Hooks, Packed
 from .._region.placeholders import Placeholder
 from ..errors import MutationError
@@ -32,19 +31,18 @@ from .values import Layout, place_of
 class Residual:
     """A saved value: the contents of a storage, as an operation made them. Methods take any alias as ``tensor``."""
 
-    __slots__ = ("__weakref__", "_far", "_near", "_versions", "_watched", "line", "op")
+    __slots__ = ("__weakref__", "_far", "_near", "_watched", "line", "op")
 
     def __init__(self, op: Any, line: Line | None) -> None:
         self.op, self.line = op, line  # the operator that made it, and the line that called the operator
         self._far: Offloaded | Packed | None = None
         self._near: torch.Tensor | None = None
-        self._watched: list[torch.Tensor] = []  # tensors on its storage, unless it is a copy
-        self._versions: list[int] = []  # theirs, when it was saved
+        # Tensors on its storage, with their versions when it was saved, unless it is a copy.
+        self._watched: list[tuple[torch.Tensor, int]] = []
 
     def save_here(self, tensor: torch.Tensor) -> None:
         """Save the value where it is."""
-        self._watched.append(alias(tensor))
-        self._versions.append(private.version(tensor))
+        self._watched.append((alias(tensor), private.version(tensor)))
 
     def watch(self, result: torch.Tensor) -> None:
         """Watch a result of the region, whose version counter may be its own: ``_unsafe_view`` doesn't share it."""
@@ -54,7 +52,7 @@ class Residual:
     @property
     def has_changed(self) -> bool:
         """Whether the value was changed in place."""
-        return list(map(private.version, self._watched)) != self._versions
+        return any(private.version(tensor) != version for tensor, version in self._watched)
 
     def save_elsewhere(
         self, tensor: torch.Tensor, layout: Layout | None, outer: Hooks | None, group: Group | None
@@ -78,7 +76,7 @@ class Residual:
     @property
     def nbytes(self) -> int:
         """The bytes that it occupies on the device."""
-        return 0 if self.is_elsewhere else self._watched[0].untyped_storage().nbytes()
+        return 0 if self.is_elsewhere else self._watched[0][0].untyped_storage().nbytes()
 
     @property
     def is_elsewhere(self) -> bool:
@@ -102,7 +100,7 @@ class Residual:
                 f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
             )
         if self._far is None:
-            return self._watched[0]
+            return self._watched[0][0]
         if self._near is not None:
             return self._near
         with private.without_levels(), unseen():
@@ -197,11 +195,6 @@ class SavedValues:
         self._residuals: dict[int, weakref.ref[Residual]] = {}  # all of them
         self._group: Group | None = None
 
-    @property
-    def in_region(self) -> bool:
-        """Whether these hooks belong to an enclosing region."""
-        return of_region(self.hooks) is not None
-
     def decide(self, value: int, verdict: Verdict) -> None:
         """Allow a value to be saved, or don't allow it after all, and release what is saved of it.
 
@@ -227,10 +220,6 @@ class SavedValues:
         """Make a value a candidate, if the policy allows it to be saved."""
         if value in self.allowed and value not in self.log.overwritten:
             self.candidates.setdefault(value, tensor)
-
-    def drop(self, needed: Collection[int]) -> None:
-        """Drop all candidates except these. A dropped value becomes a candidate again when it is read."""
-        self.candidates = {value: tensor for value, tensor in self.candidates.items() if value in needed}
 
     def copy_before_writing(self, value: int, tensor: torch.Tensor, reads_it: bool) -> None:
         """Prepare for an operation that is about to overwrite a value: copy it if it may have to be saved."""
@@ -288,16 +277,11 @@ class SavedValues:
         for value, tensor in results:
             if value is not None and (residual := self.residual(value)) is not None:
                 residual.watch(tensor)
-        self.release_all()
-        self._owned.update(owned)
-        del self.log, self.saves  # only the first run needs them
-
-    def release_all(self) -> None:
-        """Release the candidates, whose autograd history may lead back to this object, and all owned residuals."""
-        self.candidates.clear()
         for residual in self._owned.values():
             residual.settle()
-        self._owned.clear()
+        self._owned = owned
+        self.candidates.clear()
+        del self.log, self.saves  # only the first run needs them
 
     def residuals(self) -> list[Residual]:
         """Return those that a recompute needs or a slot owns."""
