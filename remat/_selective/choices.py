@@ -1,8 +1,8 @@
 """Regions with a budget: which steps are saved is chosen when a program has run, for all later runs of it.
 
 The first run of a program saves nothing. A later run is compared with the known programs while it executes, and saves
-the choices of all programs that it matches so far. A run that turns out to be a new program saves nothing more from
-there on. Its program is known afterwards.
+the choices of all programs that it matches so far. A run that turns out to be a new program saves nothing after all.
+Its program is known afterwards.
 """
 
 from __future__ import annotations
@@ -60,7 +60,6 @@ class Choices:
         self._matches: list[tuple[tuple, frozenset[int]]] = [(each.keys, choice.steps) for each, choice in self._known]
         if policy.chosen is not None:
             self._matches.append(policy.chosen)
-        self.so_far: frozenset[int] = frozenset()  # what a new program saves: one choice, as all may exceed the budget
         self._news = known.is_new_warning
         self.costs: list[float] = []  # of the steps
         self.flops: list[int] = []  # of the steps
@@ -68,8 +67,6 @@ class Choices:
 
     def verdict(self, number: int, key: tuple) -> Verdict | None:
         """Return SAVE if the results of this step are saved."""
-        if self._matches:
-            self.so_far = self._matches[0][1]
         now = key, full_name(key[0].func)
         self._keep([each for each in self._matches if number < len(each[0]) and each[0][number] in now])
         return Verdict.SAVE if any(number in steps for _, steps in self._matches) else None

@@ -52,8 +52,7 @@ class Record:
         if choices is None:
             return
         steps, made = choices.steps(self.program), recording.log.made
-        only = choices.so_far if steps is None else steps
-        self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in only])
+        self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in (steps or ())])
         if steps is None:
             roots = recording.saves.roots(self._end, self.saved_values.hooks is not None)
             choices.close(self.program, roots, results)
