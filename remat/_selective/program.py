@@ -60,7 +60,6 @@ class Log:
         self.in_inputs: set[int] = set()  # values that were written to an input
         self.exposed: set[int] = set()  # detached values, which Python can read without a dispatch mode seeing it
         self.drawing: set[Facts] = set()  # operations of other libraries that have drawn random numbers
-        self.views: set[Facts] = set()  # operations of which a call only returned views, so that it is not a step
 
     def append(self, step: Step) -> None:
         """Add the next step."""

@@ -32,7 +32,7 @@ class Record:
     def __init__(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
         self.policy, self.known, self.saved_values = recording.verdicts.policy, recording.known, recording.saved_values
         self.inputs = recording.inputs  # the values of the operands and the captured tensors
-        self.drawing, self.views = recording.log.drawing, recording.log.views
+        self.drawing = recording.log.drawing
         self.program = recording.program()
         self._has_slots = recording.has_slots
         self.one_output = sum(tensor.requires_grad for _, tensor in results) == 1

@@ -124,7 +124,6 @@ class Recording:
         read: list[torch.Tensor] = []
         step = self._step(facts, args, kwargs, result, draw, read, expected)
         if step is None:  # it only made views
-            log.views.add(facts)
             if facts.func is _DETACH:
                 log.exposed.add(self.storages.get(args[0]))
             return

@@ -68,7 +68,7 @@ class Replay(RegionMode):
         if filling or state.unseen or self.ranges:
             return self.placeholders.mark(facts.run(*args, **kwargs))
         record, storages = self.record, self.storages
-        if (facts.views or facts in record.views) and facts not in record.program.makers:
+        if facts.views and facts not in record.program.makers:
             return self._view(func, args, kwargs)
         with without_torch_function():
             read: list[torch.Tensor] = []
