@@ -40,14 +40,13 @@ def segmented(module: nn.Sequential, options: Options) -> Any:
 def modules_in_row(
     modules: Sequence[nn.Module], segments: Sequence[Range], part: Range, options: Options, input: Any
 ) -> Any:
-    """Call a part of the modules, one after another. Ranges may be inside of one another."""
+    """Call a part of the modules, with a region around each segment. Segments may be inside of one another."""
     at, end = part
     while at < end:
-        starting = sorted([each for each in segments if each[0] == at])
-        if not starting:
+        longest = max([each for each in segments if each[0] == at], default=None)
+        if longest is None:
             input, at = modules[at](input), at + 1
         else:
-            longest = starting[-1]
             called = partial(modules_in_row, modules, [each for each in segments if each != longest], longest, options)
             input, at = Remat(called, options, Known())(input), longest[1]
     return input
