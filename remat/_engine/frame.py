@@ -237,7 +237,7 @@ class Filler(RegionHooks):
         """Recompute the region once; return False if that has to be repeated in full."""
         frame, region = self.frame, self.frame.region
         with own_work():
-            operands: Any = frame.operands.again()
+            operands: Any = [guard.again() for guard in frame.operands]
             if region is region.root:
                 operands = region.inputs.kept_apart(operands)
         result = None

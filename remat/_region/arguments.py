@@ -18,16 +18,12 @@ _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 class Arguments:
     """The structure of ``(args, kwargs)``, and the leaves that are not tensors."""
 
-    __slots__ = ("leaves", "positions", "spec", "uses")
+    __slots__ = ("leaves", "spec", "uses")
 
     def __init__(self, spec: trees.TreeSpec, leaves: Sequence[Any], uses: Sequence[tuple[int, int]]) -> None:
         self.spec = spec
         self.leaves = leaves  # None for each tensor
         self.uses = uses  # position of a leaf, index of its operand
-        first: dict[int, int] = {}
-        for position, index in uses:
-            first.setdefault(index, position)
-        self.positions: Sequence[int] = tuple(first.values())  # of the first use of each operand
 
     def searched(self) -> list[Any]:
         """The leaves that may lead to captured tensors."""
@@ -46,7 +42,7 @@ class Arguments:
 
     def name(self, i: int) -> str:
         """The name of the i-th operand in errors."""
-        path = trees.paths(self.spec, "")[self.positions[i]]
+        path = trees.paths(self.spec, "")[next(position for position, index in self.uses if index == i)]
         return "argument " + (f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}")
 
 

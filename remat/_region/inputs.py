@@ -72,7 +72,7 @@ class Inputs:
             paths, tensors = zip(*captured.values())
             self._ids = list(captured)
             self.captured = Guards(tensors, lambda i: f"captured {paths[i]}", self._found.buffers)
-            self.captured.watch_gradients()
+            self.captured.grads = self.captured.gradients()
             self._same = _same(self.operands(), tensors)
         return generators
 
@@ -96,12 +96,11 @@ class Inputs:
 
     def name(self, i: int) -> str:
         """The name of the i-th operand in errors; larger numbers are those of the operands' derivatives."""
-        count = len(self.arguments.positions)
-        if i < count:
+        given = {index for _, index in self.arguments.uses}
+        captured = {index: f"captured {path}" for path, index in self._bindings.values() if index not in given}
+        if i in given:
             return self.arguments.name(i)
-        captured = {index: f"captured {path}" for path, index in self._bindings.values()}
-        count = max([count, *(index + 1 for index in captured)])
-        return captured[i] if i < count else f"the derivative of {self.name(i % count)}"
+        return captured[i] if i in captured else f"the derivative of {self.name(i % len(given | captured.keys()))}"
 
     def apart(self, operands: Tensors) -> Tensors:
         """Return the operands of a first run below all levels, different tensors where the caller's are different.
@@ -130,7 +129,7 @@ class Inputs:
 
     def again(self, operands: Tensors) -> tuple[Tensors, Tensors]:
         """Return the operands and the captured tensors of a recompute. Those that were one tensor are one again."""
-        captured = self.captured.captured_again()
+        captured = [guard.captured_again(self.captured.accumulated) for guard in self.captured]
         if not self._same:
             return operands, captured
         tensors = [*operands, *captured]

@@ -47,7 +47,7 @@ class Run:
     def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
         if self.recorder is not None:
-            self.recorder.bind(inputs)
+            self.recorder.recording.bind(inputs)
         return self.recorder
 
     def escaped(self) -> bool:

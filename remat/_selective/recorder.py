@@ -154,10 +154,6 @@ class Recorder(RegionMode):
             del self.recording  # its candidates' autograd history may lead back to it
         state.recordings = state.recordings[:-1]
 
-    def bind(self, operands: Iterable[torch.Tensor]) -> None:
-        """Record the inputs."""
-        self.recording.bind(operands)
-
     def close(self, results: Iterable[Any]) -> Record:
         """Return the record of the first run, which has ended."""
         recording = self.recording

@@ -20,7 +20,6 @@ from .._policy.policy import Budget, Policy, Verdict
 from .._policy.predicates import Answers, Question, question
 from .._policy.warnings import Warned
 from .._region.around import of_region
-from .._region.hooks import Hooks
 from .choices import Choices
 from .program import Log, Program, Step
 from .saved import SavedValues, Saves, Source
@@ -100,11 +99,6 @@ class Recording:
                 self.inputs.append(value)
         if self._compares:
             self._last = self.known.programs.get(self.verdicts.policy)
-
-    def with_slots(self, outer: Hooks | None) -> None:
-        """Note that autograd gets slots, and which hooks around the region get what it saves."""
-        self.has_slots = True
-        self.saved_values.hooks = outer
 
     @property
     def _compares(self) -> bool:
