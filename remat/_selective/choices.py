@@ -18,7 +18,7 @@ from .._policy.operators import full_name
 from .._policy.policy import Budget, Verdict
 from .program import Program
 from .search import Choice, Problem, TooMany, best_of, corners, cost_of, pareto
-from .values import Storages, is_judged
+from .values import Storages
 
 _PROGRAMS = 16  # for which a function remembers a choice
 _POLICIES = 16  # for which a function remembers programs: each call may create a policy with a new cost function
@@ -106,7 +106,7 @@ class Choices:
         except TooMany:
             found, is_exact = corners(problem), False
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
-        planned = [_as_planned(each, program, problem, self.flops) for each in found]
+        planned = [_as_planned(each, problem, self.flops) for each in found]
         whole = sum(problem.sizes.get(value, 0) for value in roots)
         made = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
         options = best_of(planned)
@@ -126,15 +126,14 @@ class Choices:
         """Return the steps and values to choose. Results of the region count as 0 bytes, as the caller has them."""
         values = [(value, step) for step in program.steps for value in step.outs]
         sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in values}
-        keepable = {value for value, step in values if is_judged(step.result, step.facts)}
-        stays = set(range(len(program.steps))) - program.skippable
-        return Problem(program.steps, program.reads, self.costs, sizes, keepable, roots, stays)
+        keepable = {value for value, step in values if step.is_judged}
+        return Problem(program, self.costs, sizes, keepable, roots)
 
 
-def _as_planned(choice: Choice, program: Program, problem: Problem, flops: list[int]) -> Choice:
+def _as_planned(choice: Choice, problem: Problem, flops: list[int]) -> Choice:
     """Return the choice with the bytes, cost and FLOPs of the plan of its recompute."""
-    steps = [program.steps[number] for number in choice.steps]
-    saveable = {value for step in steps for value in step.outs if value in problem.keepable}
+    program = problem.program
+    saveable = {value for i in choice.steps for value in program.steps[i].outs if value in problem.keepable}
     owned = saveable.intersection(problem.roots)
     missing = [value for value in problem.roots if value not in owned]
     end = max((problem.roots[value] for value in missing), default=0)

@@ -43,6 +43,11 @@ class Step(NamedTuple):
         return self.key[-1]
 
     @property
+    def is_judged(self) -> bool:
+        """Whether the policy decides about its result: not if it can't be described, or is uninitialized memory."""
+        return self.result is not UNDESCRIBED and not self.facts.makes_nothing
+
+    @property
     def is_whole(self) -> bool:
         """Whether it changes its operands, so that it runs for all of its results or for none."""
         return bool(self.facts.writes) and not self.facts.updates_statistics

@@ -23,7 +23,7 @@ from .._region.around import of_region
 from .choices import Choices
 from .program import Log, Program, Step
 from .saved import SavedValues, Saves, Source
-from .values import Storages, is_as_it_lies, is_judged, place_of, template
+from .values import Storages, is_as_it_lies, place_of, template
 
 _PROGRAMS = 16  # remembered for one function, one for each of its policies
 _requires_grad = attrgetter("requires_grad")
@@ -57,7 +57,7 @@ class Verdicts:
     def on_name(self, value: int, number: int, step: Step, name: str) -> Verdict | None:
         """Return the verdict on a value that got a name, or None if its names don't change the verdict."""
         self.names[value].add(name)
-        if not (self.judges_names and is_judged(step.result, step.facts)):
+        if not (self.judges_names and step.is_judged):
             return None
         asked: Question = self._questions.get(number, (None, step.facts.func, (), {}))
         return self._judge(asked, self.names[value])
@@ -180,7 +180,7 @@ class Recording:
         """Return the verdict on a step that was just made, or None if it is recomputed."""
         if self.choices is not None:
             return self.choices.verdict(len(self.log.steps), step.key)
-        if not is_judged(step.result, facts):
+        if not step.is_judged:
             return None
         return self.verdicts.on_operation((len(self.log.steps),), facts, args, kwargs, result)
 
@@ -189,7 +189,7 @@ class Recording:
         log = self.log
         found = [each for t in tensors((result, facts.written(args, kwargs))) for each in self.storages.inside(t)]
         made = {number for value, _ in found if (number := log.made.get(value, -1)) >= start}
-        made = {number for number in made if is_judged(log.steps[number].result, facts)}
+        made = {number for number in made if log.steps[number].is_judged}
         if not made or self.choices is not None:
             return
         verdict = self.verdicts.on_operation(made, facts, args, kwargs, result)

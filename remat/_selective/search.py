@@ -21,7 +21,7 @@ from .._core.devices import accelerator, is_capturing
 from .._core.facts import Facts, flops, mapped, tensors
 from .._core.state import unseen
 from ..errors import PolicyError
-from .program import Step
+from .program import Program
 from .values import place_of
 
 Cost = Callable[[Any, tuple, dict, Any], float]  # of one call: the operator, its arguments, its result
@@ -122,15 +122,13 @@ class Choice(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """The steps of a program, which of their values can be saved, and which the backward pass needs."""
+    """A program, which of its values can be saved, and which the backward pass needs."""
 
-    steps: Sequence[Step]
-    reads: Sequence[tuple[int, ...]]  # the values that each step reads
-    costs: Sequence[float]
+    program: Program
+    costs: Sequence[float]  # of the steps
     sizes: Mapping[int, int]  # of values, in bytes
     keepable: Collection[int]  # values that can be saved
     roots: Mapping[int, int]  # the values that autograd saved, each with the number of steps that had run then
-    stays: Collection[int]  # steps that can't be skipped in a recompute that reaches them
 
 
 # The needed values; those read only by steps whose results nothing needs; those that autograd saved after the end of
@@ -175,7 +173,7 @@ def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
     Raises TooMany if there are more than ``MOST_WAYS`` ways at all steps, and no price.
     """
     none: frozenset[int] = frozenset()
-    made = {value: step for step in problem.steps for value in step.outs}
+    made = {value: step for step in problem.program.steps for value in step.outs}
     saved = defaultdict(list)
     for value, after in problem.roots.items():
         if value in made:
@@ -190,11 +188,11 @@ def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
         if price is None and count > MOST_WAYS:
             raise TooMany
 
-    for number in range(len(problem.steps), -1, -1):
+    for number in range(len(problem.program.steps), -1, -1):
         for value in saved[number]:
             follow(_at_root(ways, value, value in problem.keepable))
         if number:
-            reads = frozenset(value for value in problem.reads[number - 1] if value in made)
+            reads = frozenset(value for value in problem.program.reads[number - 1] if value in made)
             follow(_at_step(ways, number - 1, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(steps)) for nbytes, cost, steps in best]
@@ -212,8 +210,8 @@ def _at_step(
     ways: _Ways, number: int, reads: frozenset[int], problem: Problem
 ) -> Iterable[tuple[_State, list[_Label]]]:
     """Branch at a step: its results are saved, or it runs, or it isn't needed."""
-    step, cost = problem.steps[number], problem.costs[number]
-    outs, stays = frozenset(step.outs), number in problem.stays
+    step, cost = problem.program.steps[number], problem.costs[number]
+    outs, stays = frozenset(step.outs), number not in problem.program.skippable
     for (needed, low, promised, begun, draws), labels in ways.items():
         wanted, saved = needed & outs, promised & outs
         rest = needed - outs, low - outs, promised - outs

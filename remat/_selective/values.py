@@ -224,8 +224,3 @@ def _content(tensor: torch.Tensor) -> bytes | None:
     ):
         return None
     return bytes_of(as_bytes(tensor)) if tensor.untyped_storage().nbytes() <= CONSTANT_BYTES else None
-
-
-def is_judged(result: Any, facts: Facts) -> bool:
-    """Whether the policy decides about a result: not if it can't be described, or is uninitialized memory."""
-    return result is not UNDESCRIBED and not facts.makes_nothing

@@ -100,8 +100,8 @@ def solved(fn: Callable, cost: Cost = "roofline") -> tuple[Problem, Callable[[Ch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choices, "_as_planned", lambda *args: (found.append(args), planned(*args))[1])
         call(fn, Options(policy=policy), known, (leaf(),), {})
-    _, program, problem, flops = found[0]
-    return problem, lambda choice: planned(choice, program, problem, flops), known.choices[policy][0][0].options
+    _, problem, flops = found[0]
+    return problem, lambda choice: planned(choice, problem, flops), known.choices[policy][0][0].options
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def solved(fn: Callable, cost: Cost = "roofline") -> tuple[Problem, Callable[[Ch
 def test_no_choice_is_better(fn: Callable, cost: Cost) -> None:
     """Compared with all subsets of the steps."""
     problem, planned, options = solved(fn, cost)
-    steps = [i for i, step in enumerate(problem.steps) if any(value in problem.keepable for value in step.outs)]
+    steps = [i for i, step in enumerate(problem.program.steps) if any(value in problem.keepable for value in step.outs)]
     assert len(steps) <= 12
     subsets = itertools.chain.from_iterable(itertools.combinations(steps, n) for n in range(len(steps) + 1))
     best = best_of(planned(Choice(0, 0.0, frozenset(subset))) for subset in subsets)
