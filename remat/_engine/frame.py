@@ -32,7 +32,7 @@ from .._region.hooks import Packed, drop_gradient_hooks, hooks_allowed
 from .._region.placeholders import Restart
 from .._region.region import Run
 from .._region.turns import turn
-from .._selective.replay import Attempt
+from .._selective.replay import Replay
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
 from .slots import InputSlot, Slot, Slots
@@ -242,6 +242,7 @@ class Filler(RegionHooks):
                 operands = region.inputs.kept_apart(operands)
         result = None
         self.attempt = run = self._run_by_plan(whole)
+        replay = run.replay
         # The own policy is for inner regions, as in the middle of a first run there is no replay yet that adds it.
         policies = frame.policies if frame.policy is None else (*frame.policies, frame.policy)
         first_hook = RemovableHandle.next_id
@@ -253,17 +254,17 @@ class Filler(RegionHooks):
                 result = (region.call_again if region is region.root else region.run)(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
-            if not self.stopped and not run.must_restart:
+            if not self.stopped and not (replay and replay.placeholders.is_read):
                 raise
         finally:
             private.pop_hooks()
             drop_gradient_hooks(frame.captured_inputs.tensors, first_hook)
-        if run.must_restart:
+        if replay and replay.placeholders.is_read:
             return False
         if not self.stopped:
             self._check_end(result, run.log)
         del operands, result
-        return not run.escaped()
+        return not (replay and replay.escaped())
 
     def _run_by_plan(self, whole: bool) -> Run:
         """The run of a recompute; it executes everything where the first run left no record."""
@@ -274,7 +275,7 @@ class Filler(RegionHooks):
         plan = None
         if not whole:  # the slots of a frame without a record are those of another derivative
             plan = record.plan(None if frame.record is None else filter(None, self.slots))
-        return Attempt(record, plan, self.is_last and not self.to_the_end, log)
+        return Run(log, replay=Replay(record, plan, self.is_last and not self.to_the_end))
 
     def release(self) -> None:
         """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""

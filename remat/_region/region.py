@@ -32,27 +32,22 @@ T = TypeVar("T")
 
 
 class Run:
-    """A first run, or a recompute that skips and restores nothing. Subclasses are other recomputes."""
+    """A first run, or a recompute. A subclass takes several attempts."""
 
-    __slots__ = ("log", "recorder", "watch")
+    __slots__ = ("log", "recorder", "replay", "watch")
 
-    replay: Any = None  # the dispatch mode of a recompute under a policy
-    must_restart = False  # it has read a value that it skips
-
-    def __init__(self, log: Any = None, recorder: Any = None, watch: Any = None) -> None:
+    def __init__(self, log: Any = None, recorder: Any = None, watch: Any = None, replay: Any = None) -> None:
         self.log = log  # the operation log of ``debug=True``
         self.recorder = recorder  # records the operations of a first run under a policy
         self.watch = watch  # sees the torch functions that a first run under torch.func calls
+        self.replay = replay  # skips and restores operations in a recompute under a policy
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
-        if self.recorder is not None:
-            self.recorder.recording.bind(inputs)
-        return self.recorder
-
-    def escaped(self) -> bool:
-        """Whether a skipped value is still referenced after the run."""
-        return False
+        mode = self.recorder or self.replay
+        if mode is not None:
+            mode.bind(inputs)
+        return mode
 
     def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
         """Recompute, in as many attempts as needed."""

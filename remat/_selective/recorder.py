@@ -154,6 +154,10 @@ class Recorder(RegionMode):
             del self.recording  # its candidates' autograd history may lead back to it
         state.recordings = state.recordings[:-1]
 
+    def bind(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Record the inputs."""
+        self.recording.bind(inputs)
+
     def close(self, results: Iterable[Any]) -> Record:
         """Return the record of the first run, which has ended."""
         recording = self.recording

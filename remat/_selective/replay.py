@@ -6,8 +6,7 @@ skipped operation is needed after all, the recompute starts over, and skips noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Any, TypeVar
 
@@ -32,7 +31,7 @@ from .values import Argument, Layout
 class Replay(RegionMode):
     """The dispatch mode of a recompute, which matches operations with the steps of the first run."""
 
-    def __init__(self, record: Record, plan: Plan | None, last: bool, inputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, record: Record, plan: Plan | None = None, last: bool = False) -> None:
         super().__init__(record.policy, record.known, record.drawing)
         self.record = record
         self.whole = plan is None  # it skips no step
@@ -42,9 +41,13 @@ class Replay(RegionMode):
         self.placeholders = Placeholders()
         self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
         self.storages = record.storages.copy()
-        self.inputs = list(map(holder, all_parts([*inputs])))  # alive without the run, so they don't escape
+        self.inputs: list[Any] = []  # alive without the run, so they don't escape
         # The values of the restored steps, as slots that own them may be freed in this run. Some must be fetched first.
         self.kept: dict[int, Residual | torch.Tensor] = {}
+
+    def bind(self, inputs: Iterable[torch.Tensor]) -> None:
+        """Begin, with these inputs of the region."""
+        record = self.record
         restored = [value for number in sorted(self.plan.restored) for value in record.program.steps[number].outs]
         with without_torch_function():
             for value in restored:
@@ -52,6 +55,7 @@ class Replay(RegionMode):
                     self.kept[value] = residual.get() if residual.is_elsewhere else residual
             fetched = [content for content in self.kept.values() if isinstance(content, torch.Tensor)]
             self.home = streams_for(fetched)  # the streams that they were fetched for
+        self.inputs = list(map(holder, all_parts([*inputs])))
         for value, storage in zip(record.inputs, self.inputs):
             self.storages.put(storage, value)
 
@@ -194,33 +198,13 @@ class Replay(RegionMode):
             return type(item)([self._build(part, step, contents, read) for part in item])
         return item
 
+    def escaped(self, result: Any = None) -> bool:
+        """Whether placeholders of skipped values are still alive after the run, other than those in the result."""
+        with without_torch_function():
+            return self.placeholders.escaped(but=[*map(holder, all_parts(tensors(result))), *self.inputs])
+
 
 T = TypeVar("T")
-
-
-class Attempt(Run):
-    """One attempt of a recompute."""
-
-    __slots__ = ("_make", "replay")
-
-    def __init__(self, record: Record, plan: Plan | None = None, last: bool = False, log: Any = None) -> None:
-        super().__init__(log)
-        self._make = partial(Replay, record, plan, last)
-        self.replay: Any = None
-
-    def mode(self, inputs: Sequence[torch.Tensor]) -> Replay:
-        self.replay = self._make(inputs)
-        return self.replay
-
-    @property
-    def must_restart(self) -> bool:  # type: ignore[override]
-        return self.replay is not None and self.replay.placeholders.is_read
-
-    def escaped(self, result: Any = None) -> bool:
-        """Whether placeholders of skipped values are still alive, other than those in the result."""
-        with without_torch_function():
-            known = map(holder, all_parts(tensors(result)))
-            return self.replay.placeholders.escaped(but=[*known, *self.replay.inputs])
 
 
 class Recompute(Run):
@@ -240,15 +224,15 @@ class Recompute(Run):
         # If the region overwrites its operands, a second attempt would get operands that the first has changed.
         changes = not record.program.overwritten.isdisjoint(record.inputs[: len(all_parts([*operands]))])
         plan = record.plan() if self.root.options.may_skip and not changes else None
-        attempt = Attempt(record, plan, log=self.log)
+        replay = Replay(record, plan)
         try:
-            result = go(attempt)
-            if not attempt.must_restart and not attempt.escaped(result):
+            result = go(Run(self.log, replay=replay))
+            if not replay.placeholders.is_read and not replay.escaped(result):
                 return result
             del result
         except (Restart, Exception):
-            if not attempt.must_restart:
+            if not replay.placeholders.is_read:
                 raise
         for each, position in before:  # outer regions forget the abandoned attempt
             each.go_back(position)
-        return go(Attempt(record, log=self.log))
+        return go(Run(self.log, replay=Replay(record)))
