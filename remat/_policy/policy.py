@@ -192,6 +192,7 @@ class _Pair(Policy):
 
     _sign: ClassVar[str]
     _remedy: ClassVar[str]
+    _both_must_save: ClassVar[bool]
 
     def __post_init__(self) -> None:
         """Evaluate the policy for the operators and names it mentions, and for others: a conflict raises an error."""
@@ -204,14 +205,9 @@ class _Pair(Policy):
     def __repr__(self) -> str:
         return f"{_bracketed(self.left, self._binds)} {self._sign} {_bracketed(self.right, self._binds + 1)}"
 
-    @staticmethod
-    @abstractmethod
-    def _join(a: Verdict, b: Verdict) -> Verdict:
-        """Return the verdict on a value from the verdicts of the two sides."""
-
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
         a = self.left._evaluate(op, names, ask)
-        if a is RECOMPUTE and self._join(a, SAVE) is a:  # whatever the verdict of the other side is
+        if a is RECOMPUTE and self._both_must_save:
             return a
         b = self.right._evaluate(op, names, ask)
         if {a, b} == {SAVE, OFFLOAD}:
@@ -222,7 +218,10 @@ class _Pair(Policy):
                 f"A value{named}{made} would be saved by p = {saver!r} and offloaded by q = {offloader!r}. "
                 f"{self._remedy}"
             )
-        return None if a is None or b is None else self._join(a, b)
+        if a is None or b is None:
+            return None
+        decisive = b if self._both_must_save else a
+        return b if decisive is RECOMPUTE else a
 
 
 class Either(_Pair):
@@ -231,10 +230,7 @@ class Either(_Pair):
     _binds = 0
     _sign = "|"
     _remedy = "To offload it, exclude it from p: `(p & ~q) | q`."
-
-    @staticmethod
-    def _join(a: Verdict, b: Verdict) -> Verdict:
-        return b if a is RECOMPUTE else a
+    _both_must_save = False
 
 
 class Both(_Pair):
@@ -243,34 +239,26 @@ class Both(_Pair):
     _binds = 1
     _sign = "&"
     _remedy = "To offload what both save, write `policies.offload(p) & q`."
-
-    @staticmethod
-    def _join(a: Verdict, b: Verdict) -> Verdict:
-        return b if b is RECOMPUTE else a
+    _both_must_save = True
 
 
 @dataclass(frozen=True)
 class _Turned(Policy):
     policy: Policy
 
-    @staticmethod
-    def _turn(verdict: Verdict) -> Verdict:
-        return verdict
+    # For each verdict of the policy its own.
+    _verdicts: ClassVar[Mapping[Verdict | None, Verdict]] = {each: each for each in Verdict}
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
-        verdict = self.policy._evaluate(op, names, ask)
-        return None if verdict is None else self._turn(verdict)
+        return self._verdicts.get(self.policy._evaluate(op, names, ask))
 
 
 class Opposite(_Turned):
     """Saves what a policy does not save."""
 
     _binds = 2
+    _verdicts: ClassVar = {RECOMPUTE: SAVE, SAVE: RECOMPUTE, OFFLOAD: RECOMPUTE}
     saves_nothing = False
-
-    @staticmethod
-    def _turn(verdict: Verdict) -> Verdict:
-        return SAVE if verdict is RECOMPUTE else RECOMPUTE
 
     def __repr__(self) -> str:
         return f"~{_bracketed(self.policy, self._binds)}"
@@ -279,9 +267,7 @@ class Opposite(_Turned):
 class Offload(_Turned):
     """Saves in host memory what a policy saves."""
 
-    @staticmethod
-    def _turn(verdict: Verdict) -> Verdict:
-        return RECOMPUTE if verdict is RECOMPUTE else OFFLOAD
+    _verdicts: ClassVar = {RECOMPUTE: RECOMPUTE, SAVE: OFFLOAD, OFFLOAD: OFFLOAD}
 
     def __repr__(self) -> str:
         return f"policies.offload({self.policy!r})"
