@@ -58,19 +58,13 @@ class Residual:
         self, tensor: torch.Tensor, layout: Layout | None, outer: Hooks | None, group: Group | None
     ) -> None:
         """Hand the value to the hooks around the region, or copy it to host memory."""
-        if outer is None and host_memory.in_host_memory(tensor):
-            self.save_here(tensor)
-            return
         if outer is None and isinstance(tensor, Placeholder):  # skipped by the recompute of an enclosing region
             tensor.check()
         with unseen():
             self._near = alias(tensor)  # until the first run ends
             numbers = _numbers(tensor, layout)
-            if outer is None:
-                self._far = Offloaded(numbers, group)
-                return
-            self._far = Packed(numbers, outer)
-            if any(holder(kept) is holder(tensor) for kept in tensors(self._far.contents)):
+            self._far = far = Offloaded(numbers, group) if outer is None else Packed(numbers, outer)
+            if isinstance(far, Packed) and any(holder(kept) is holder(tensor) for kept in tensors(far.contents)):
                 self.save_here(tensor)  # as the hooks do
 
     @property
@@ -244,7 +238,7 @@ class SavedValues:
         if residual is None:
             log = self.log
             residual = Residual(log.maker(value).facts.func, log.lines.get(log.made[value]))
-            if self.hooks is None and self.allowed[value] is Verdict.SAVE:
+            if self.hooks is None and (self.allowed[value] is Verdict.SAVE or host_memory.in_host_memory(tensor)):
                 residual.save_here(tensor)
             else:
                 self._group = self._group or Group()
