@@ -13,8 +13,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from .._core import private
-from .._core.facts import facts_of
-from .._core.tensors import holder
+from .._core.facts import facts_of, tensors
+from .._core.tensors import bottom, holder
 from .._policy.names import NAME
 from .._policy.policy import RECOMPUTE, Policy, Verdict
 from .._policy.predicates import question
@@ -120,12 +120,4 @@ def _inputs(graph: Graph) -> list[torch.Tensor]:
 
 def _tensors(nodes: Iterable[Node]) -> list[torch.Tensor]:
     """The fake tensors of Dynamo's nodes, without the levels of transforms around them."""
-    found = []
-    for node in nodes:
-        value = node.meta.get("example_value")
-        for each in value if isinstance(value, (tuple, list)) else (value,):
-            while isinstance(each, torch.Tensor) and private.is_wrapped(each):
-                each = private.unwrap_once(each)
-            if isinstance(each, torch.Tensor):
-                found.append(each)
-    return found
+    return [bottom(tensor) for node in nodes for tensor in tensors(node.meta.get("example_value"))]
