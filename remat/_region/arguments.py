@@ -69,8 +69,7 @@ def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]
     return Arguments(spec, leaves, uses), tensors
 
 
-NEW, OPERAND, VALUE = "new", "operand", "value"
-_KINDS = {NEW: "a new tensor", OPERAND: "one of the inputs", VALUE: "not a tensor"}
+NEW, OPERAND, VALUE = "a new tensor", "one of the inputs", "not a tensor"
 
 
 class Outputs:
@@ -106,7 +105,7 @@ class Outputs:
         self.check_tree(spec)
         check = self.options.determinism_check
         for i, ((kind, number), (kind_now, number_now)) in enumerate(zip(self.entries, entries)):
-            before, now = _KINDS[kind], _KINDS[kind_now]
+            before, now = kind, kind_now
             if kind == kind_now == NEW:
                 before, now = self.prints[number], fingerprint(new[number_now], check)
             if now != before and check != "none":

@@ -41,15 +41,11 @@ def _look(tensor: torch.Tensor) -> tuple:
     try:
         return (*saved_look(tensor), tensor.stride())
     except RuntimeError:  # an inference tensor has no version, a sparse one no strides
-        return tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), version(tensor), _stride(tensor)
+        return tensor.dtype, tensor.shape, tensor.device, type(tensor.grad_fn), version(tensor), stride_of(tensor)
 
 
-def form_of(tensor: torch.Tensor) -> tuple:
-    """The shape and the strides of a tensor."""
-    return tensor.shape, _stride(tensor)
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
+def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor, None if it has none."""
     try:
         return tensor.stride()
     except RuntimeError:  # sparse tensors have none

@@ -14,9 +14,9 @@ from torch.utils.hooks import RemovableHandle
 from .._core import private
 from .._core.passes import current_scope
 from .._core.state import unseen
-from .._core.tensors import is_dense, is_plain, laid_out
+from .._core.tensors import is_plain, laid_out
 from ..errors import MutationError, RematError
-from .fingerprints import fingerprint
+from .fingerprints import fingerprint, stride_of
 
 _REFUSAL = "don't yet support saved tensor hooks"  # of torch.func
 _NESTED = "Nested forward mode AD is not supported"  # of forward_ad
@@ -121,7 +121,7 @@ class Packed:
         if of_region:
             self.contents = pack(tensor)
             return
-        self._kind, self._stride = fingerprint(tensor, "metadata"), _stride(tensor)
+        self._kind, self._stride = fingerprint(tensor, "metadata"), stride_of(tensor) if is_plain(tensor) else None
         version = private.version(tensor)
         with torch.no_grad():  # as in autograd: operations of a hook are not recorded
             self.contents = pack(tensor)
@@ -157,8 +157,3 @@ class Packed:
                     f"let the unpack hook convert it back, or the pack hook return it unchanged."
                 )
             return tensor if self._stride is None else laid_out(tensor, self._stride)
-
-
-def _stride(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a plain tensor, else None."""
-    return tensor.stride() if is_dense(tensor) and is_plain(tensor) else None

@@ -23,7 +23,7 @@ from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
 from .around import Around
 from .error_context import LOGGER, log_saved, with_region
-from .fingerprints import form_of
+from .fingerprints import stride_of
 from .inputs import Inputs
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
@@ -159,13 +159,13 @@ class Region:
             return self.outputs.compare(result, operands)
         self.ran = True
         operands = inputs.apart(operands)
-        forms = list(map(form_of, operands)) if private.JVP in self.kinds else ()
+        forms = [(t.shape, stride_of(t)) for t in operands] if private.JVP in self.kinds else ()
         if run.watch is not None:
             run.watch.gets(operands)
         with inputs.bound_first(operands), run.watch or _NOTHING:
             mode = run.mode(inputs.with_captured(operands))
             result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=False)
-        if any(form_of(operand) != form for operand, form in zip(operands, forms)):
+        if any((t.shape, stride_of(t)) != form for t, form in zip(operands, forms)):
             raise MutationError(
                 "A region under torch.func.jvp changes the shape or strides of an argument or a captured tensor in "
                 "place (`t_`, `squeeze_`, `resize_`), which code outside of it wouldn't see. Use the out-of-place "
