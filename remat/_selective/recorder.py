@@ -175,10 +175,9 @@ def recorder_for(region: Any) -> Recorder | None:
         # In a recompute of the enclosing region it might choose something else, unless it has chosen before.
         own, known = own if own.chosen and not outer else as_policy(None), Known()
     policy = within(outer[-1] if outer else None, own)
-    tensors = *region.inputs.operands(), *region.inputs.captured.tensors
     if policy.saves_nothing:
         return None
-    if FakeTensor in map(type, tensors):
+    if FakeTensor in map(type, region.inputs.with_captured(region.inputs.operands())):
         if known.is_new_warning(FAKE):
             warn(FAKE)
         return None
