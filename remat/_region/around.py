@@ -43,11 +43,10 @@ def positions() -> list[tuple[Any, int]]:
 class Around:
     """The saved-tensor hooks at one moment: those of an outer region, in any of its runs, the user's, or none."""
 
-    __slots__ = ("hooks", "region")
+    __slots__ = ("hooks",)
 
     def __init__(self) -> None:
         self.hooks = private.top_hooks(True)
-        self.region = of_region(self.hooks)
 
     def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
         """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else.
@@ -56,17 +55,16 @@ class Around:
         tensors where this run finds one, and must pass the same number.
         """
         if self.hooks is not None:
-            in_region = self.region is not None
-            if uses is None or not (in_region or in_torch_checkpoint()):
-                each: Iterable[int] = range(len(operands))
-            else:
+            in_region = of_region(self.hooks) is not None
+            each: Iterable[int] = range(len(operands))
+            if uses is not None and (in_region or in_torch_checkpoint()):
                 each = [i for _, i in uses]
             operands.hand_over(self.hooks, each, in_region)
 
     def take_captured(self, captured_inputs: Guards) -> None:
         """Pass captured tensors to the hooks, except those that stay alive."""
         if self.hooks is not None and len(captured_inputs):
-            in_region, owner = self.region is not None, getattr(self.hooks[0], "__self__", None)
+            in_region, owner = of_region(self.hooks) is not None, getattr(self.hooks[0], "__self__", None)
             # An outer region refers to a parameter without packing it, as it has not made it.
             stay = [t.is_leaf and (t.requires_grad or not in_region) for t in captured_inputs.tensors]
             each = [i for i, stays in enumerate(stay) if not stays or getattr(owner, "takes_all", False)]
