@@ -50,8 +50,7 @@ def judge_named(policy: Policy, op: Any, args: tuple) -> list[tuple[Any, Verdict
         return []
     names = node.meta[_NAMES] = node.meta.get(_NAMES, frozenset()) | {name}
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    ctx, op, *_ = question(node.target, args, kwargs, node.meta["val"])
-    return [(node, policy.judge(ctx, op, args, kwargs, names))]
+    return [(node, policy.judge(*question(node.target, args, kwargs, node.meta["val"]), names))]
 
 
 def maker(node: Any) -> Any:

@@ -109,10 +109,6 @@ class TracedCall(Call):
 
     __slots__ = ()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.orders_below = 0  # no `Watch` sees which functions the region calls
-
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
         """Run a region, or a transform of it, on tensors of AOT autograd."""
         root = region.root
@@ -229,7 +225,7 @@ def _run(policy: Policy, graph: GraphModule, *args: Any) -> Any:
         return functorch.call(Interpreter(graph).run, options, Known(), args, {})
     region = TracedRegion(graph, policy, kinds, args)
     try:
-        outs = apply(region, region.operands, TracedCall())
+        outs = apply(region, region.operands, TracedCall(orders_below=0))  # no `Watch` sees what it calls
     except RuntimeError as error:
         if not is_refused_change(error):
             raise

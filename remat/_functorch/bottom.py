@@ -33,7 +33,7 @@ class Call:
 
     __slots__ = ("batched", "depends", "guards", "operands", "orders_below", "recorder", "tape", "unread", "watch")
 
-    def __init__(self, recorder: Any = None) -> None:
+    def __init__(self, recorder: Any = None, orders_below: int = 2) -> None:
         self.recorder = recorder  # records the first run, under a policy
         self.watch: Any = None  # of the first run
         self.depends: list[bool] | None = None  # which results depend on operands that are followed
@@ -41,7 +41,7 @@ class Call:
         self.tape: Tape | None = None
         self.operands: Tensors = ()
         self.guards: Guards = NO_GUARDS  # the operands' guards
-        self.orders_below = 2  # see `Watch`
+        self.orders_below = orders_below  # see `Watch`
         self.unread: set[int] = set()  # operands that autograd follows below all levels, and no result depends on
 
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:

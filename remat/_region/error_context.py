@@ -6,17 +6,15 @@ import inspect
 import logging
 import re
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 from .._core.amounts import size_text
 from .._core.ranges import name_of
 from .._core.tensors import type_text
 from ..errors import RematError
 
-E = TypeVar("E", bound=Exception)
 
-
-def with_region(error: E, region: Any, recomputing: bool = True) -> E:
+def with_region(error: Exception, region: Any, recomputing: bool = True) -> Exception:
     """Add the region's name and the line that called it to an error, and remove the package's frames.
 
     ``recomputing``: the user's function was being recomputed, so an error that it raised gets a note.

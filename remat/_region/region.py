@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from logging import DEBUG
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -28,8 +28,6 @@ from .inputs import Inputs
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
 
-T = TypeVar("T")
-
 
 class Run:
     """A first run, or a recompute. A subclass takes several attempts."""
@@ -49,7 +47,7 @@ class Run:
             mode.bind(inputs)
         return mode
 
-    def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
+    def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], Any]) -> Any:
         """Recompute, in as many attempts as needed."""
         return go(self)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -204,9 +204,6 @@ class Replay(RegionMode):
             return self.placeholders.escaped(but=[*map(holder, all_parts(tensors(result))), *self.inputs])
 
 
-T = TypeVar("T")
-
-
 class Recompute(Run):
     """A recompute that fills no slots."""
 
@@ -216,7 +213,7 @@ class Recompute(Run):
         super().__init__(log)
         self.root = root
 
-    def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], T]) -> T:
+    def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], Any]) -> Any:
         record: Record | None = self.root.record
         if record is None:
             return go(self)
