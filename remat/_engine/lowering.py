@@ -79,7 +79,7 @@ class Saver(RegionHooks):
         if frame.outer is None and root.options.offload_inputs and not root.kinds:
             frame.operands.offload()  # not under torch.func, whose levels own their inputs
         if recording is not None:
-            recording.has_slots, recording.saved_values.hooks = True, frame.outer
+            recording.with_slots(frame.outer)
         with hooks_allowed(even_if_disabled=root.ran):
             private.push_hooks(self._pack_and_note if frame.is_noted else self.pack, frame.unpack)
             try:

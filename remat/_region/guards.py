@@ -198,7 +198,7 @@ class Guard(Held):
 class Guards(list[Guard]):
     """The guards of some tensors. ``name(i)`` is the name of the i-th in errors; ``buffers`` are ids of buffers."""
 
-    __slots__ = ("accumulated", "first_hook", "grads")
+    __slots__ = ("_grads", "accumulated", "first_hook")
 
     def __init__(
         self, tensors: Sequence[torch.Tensor], name: Callable[[int], str], buffers: Collection[int] = ()
@@ -206,14 +206,18 @@ class Guards(list[Guard]):
         limits = [COPY_LARGER_BYTES if id(tensor) in buffers else COPY_BYTES for tensor in tensors]
         super().__init__([Guard(tensor, name, i, limits[i]) for i, tensor in enumerate(tensors)])
         self.first_hook = RemovableHandle.next_id  # hooks that a first run registers have this id or a higher one
-        self.grads: list[tuple[int, int]] | None = None  # at the start, so that ``close`` can set ``accumulated``
+        self._grads: list[tuple[int, int]] | None = None
         self.accumulated = False  # a backward pass inside the region may have added to the .grad of one of them
 
     @property
     def tensors(self) -> list[Any]:
         return [guard.tensor for guard in self]
 
-    def gradients(self) -> list[tuple[int, int]]:
+    def watch_gradients(self) -> None:
+        """Note the gradients now, so that ``close`` can set ``accumulated``."""
+        self._grads = self._gradients()
+
+    def _gradients(self) -> list[tuple[int, int]]:
         """The identity and version of each leaf's ``.grad``."""
         grads = (t.grad for t in self.tensors if t.requires_grad and t.is_leaf)
         return [(0, 0) if g is None else (id(g), private.version(g)) for g in grads]
@@ -236,9 +240,9 @@ class Guards(list[Guard]):
 
     def close(self) -> list[torch.Tensor]:
         """End the first run, and return the tensors that the region has changed and that were copied before."""
-        if self.grads is not None:
-            self.accumulated |= self.grads != self.gradients()
-            self.grads = None
+        if self._grads is not None:
+            self.accumulated |= self._grads != self._gradients()
+            self._grads = None
         return [guard.tensor for guard in self if guard.close() and not guard.lost]
 
     def forget_histories(self) -> None:

@@ -72,7 +72,7 @@ class Inputs:
             paths, tensors = zip(*captured.values())
             self._ids = list(captured)
             self.captured = Guards(tensors, lambda i: f"captured {paths[i]}", self._found.buffers)
-            self.captured.grads = self.captured.gradients()
+            self.captured.watch_gradients()
             self._same = _same(self.operands(), tensors)
         return generators
 

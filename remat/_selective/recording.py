@@ -20,6 +20,7 @@ from .._policy.policy import Budget, Policy, Verdict
 from .._policy.predicates import Answers, Question, question
 from .._policy.warnings import Warned
 from .._region.around import of_region
+from .._region.hooks import Hooks
 from .choices import Choices
 from .program import Log, Program, Step
 from .saved import SavedValues, Saves, Source
@@ -99,6 +100,11 @@ class Recording:
                 self.inputs.append(value)
         if self._compares:
             self._last = self.known.programs.get(self.verdicts.policy)
+
+    def with_slots(self, outer: Hooks | None) -> None:
+        """Note that autograd gets slots, and which hooks around the region get what it saves."""
+        self.has_slots = True
+        self.saved_values.hooks = outer
 
     @property
     def _compares(self) -> bool:
@@ -261,9 +267,7 @@ class Recording:
         saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
         available = {value for value in values.allowed if value in alive} | values.available()
         program = self._last or Program(self.log, self.known.compiles)
-        needed = program.used([*alive, *saved, *self.saves.above], count, available)
-        # A dropped value becomes a candidate again when it is read.
-        values.candidates = {value: tensor for value, tensor in values.candidates.items() if value in needed}
+        values.drop(program.used([*alive, *saved, *self.saves.above], count, available))
         held = len(values.candidates)
         self._enough = held + max(4, held, count // 16)
 
