@@ -275,10 +275,10 @@ class SavedValues:
         for value, tensor in results:
             if value is not None and (residual := self.residual(value)) is not None:
                 residual.watch(tensor)
+        self.candidates.clear()  # first: values that nothing else refers to are released without waiting
         for residual in self._owned.values():
             residual.settle()
         self._owned = owned
-        self.candidates.clear()
         del self.log, self.saves  # only the first run needs them
 
     def residuals(self) -> list[Residual]:
