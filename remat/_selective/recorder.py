@@ -151,7 +151,7 @@ class Recorder(RegionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is not None:
-            del self.recording  # its candidates' autograd history may lead back to it
+            self.recording.release()
         state.recordings = state.recordings[:-1]
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -162,7 +162,11 @@ class Recorder(RegionMode):
         """Return the record of the first run, which has ended."""
         recording = self.recording
         del self.recording  # it has references to operands
-        return Record(recording, [(recording.storages.find(part), part) for t in results for part in parts(t)])
+        try:
+            return Record(recording, [(recording.storages.find(part), part) for t in results for part in parts(t)])
+        except BaseException:  # the recompute of an enclosing region may be stopped here
+            recording.release()
+            raise
 
 
 def recorder_for(region: Any) -> Recorder | None:

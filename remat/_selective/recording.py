@@ -69,6 +69,10 @@ class Verdicts:
             ask = partial(answers.verdict, asked[1], ask)
         return ask()
 
+    def release(self) -> None:
+        """Drop the references to tensors."""
+        self._questions.clear()
+
 
 class Recording:
     """The state of a region's first run while it executes."""
@@ -282,3 +286,9 @@ class Recording:
                 known.clear()
             known[self.verdicts.policy] = program
         return program
+
+    def release(self) -> None:
+        """Drop all references to tensors, whose autograd history may lead back to this object."""
+        self.saved_values.release_all()
+        self.verdicts.release()
+        self._siblings.clear()
