@@ -252,12 +252,21 @@ class Recording:
         verdict = self.verdicts.on_name(value, number, step, name)
         if verdict is not None:
             saved_values.decide(value, verdict)
-        saved_values.hold(value, part)
+        if value in saved_values.allowed and self._is_read(value):
+            saved_values.hold(value, part)
         # Otherwise the operation would have to be recomputed for its other results.
         for sibling in step.outs if value in saved_values.allowed else ():
             if sibling not in saved_values.allowed and sibling not in self.verdicts.names and sibling in self._siblings:
                 saved_values.decide(sibling, saved_values.allowed[value])
                 saved_values.hold(sibling, self._siblings[sibling])
+
+    def _is_read(self, value: int) -> bool:
+        """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
+        allowed = self.saved_values.allowed
+        for step in self.log.steps[self.log.made[value] + 1 :]:
+            if value in step.reads and not (step.tracked and allowed.keys() >= {*step.outs}):
+                return True
+        return self.saves.has(value, self.log.made[value])
 
     def _drop_unneeded(self) -> None:
         """Drop candidates, in the middle of a run, that no living value and no saved tensor needs.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator
 from contextlib import nullcontext
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -163,6 +164,11 @@ class Saves:
             if slot is not None or all_count:
                 found.update((value, max(source.after, found.get(value, 0))) for value in source.values)
         return found
+
+    def has(self, value: int, since: int) -> bool:
+        """Whether autograd has saved a value that step ``since`` has made."""
+        later = takewhile(lambda slot: slot[1].after > since, reversed(self._slots))
+        return value in self.above or any(value in source.values for _, source in later)
 
     def on_overwrite(self, number: int, written: dict[int, int]) -> None:
         """Replace values that were just overwritten: autograd may save an argument before it is filled (``rrelu``)."""
