@@ -149,6 +149,8 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
 def overlapping(tensors: dict[int, torch.Tensor]) -> set[int]:
     """The numbers of the tensors that share memory with another one, or whose elements alternate with its."""
     found: set[int] = set()
+    if len(tensors) < 2:
+        return found
     extents = [(i, *_extent(part)) for i, tensor in tensors.items() for part in parts(tensor) if is_dense(part)]
     for (i, storage, start, stop), (j, other, begin, end) in itertools.combinations(extents, 2):
         if i != j and storage is other and max(start, begin) < min(stop, end):

@@ -27,7 +27,7 @@ class Arguments:
 
     def searched(self) -> list[Any]:
         """The leaves that may lead to captured tensors."""
-        return [leaf for leaf in self.leaves if not isinstance(leaf, torch.Generator)]
+        return [leaf for leaf in self.leaves if leaf is not None and not isinstance(leaf, torch.Generator)]
 
     def generators(self) -> list[torch.Generator]:
         return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
