@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
@@ -180,7 +181,7 @@ def budget(
             f"{type(model).__name__} needs arguments: give a batch, as in `remat.nn.budget(model, '8GiB', *batch)`."
         )
     check_surroundings("remat.nn.budget", "Call it before, with the arguments of a step.")
-    loss = loss or _sum
+    loss = loss or partial(_sum, set())
     program = Program(model, args, kwargs, loss=loss)
     program.check_is_whole("remat.nn.budget")
     for name, module in program.named_modules.items():
@@ -223,10 +224,11 @@ def budget(
     return plan
 
 
-def _sum(result: Any) -> torch.Tensor:
-    """The loss of a result without one."""
+def _sum(warned: set[bool], result: Any) -> torch.Tensor:
+    """The loss of a result without one. ``warned`` is empty until the first warning: a set, which no run restores."""
     tensors = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
-    if not hasattr(result, "loss") and any(tensor.numel() > 1 for tensor in tensors):
+    if not warned and not hasattr(result, "loss") and any(tensor.numel() > 1 for tensor in tensors):
+        warned.add(True)
         warn(
             "The model's result has no `.loss`, so remat.nn.budget takes the sum of the result for the loss. What your "
             "loss needs is not counted: give it, as in `loss=lambda out: criterion(out, y)`."
