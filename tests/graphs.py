@@ -1,7 +1,5 @@
 """The graphs that AOT autograd makes of compiled functions: their products, residuals and peak."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,7 +103,7 @@ class Allocations:
     def __init__(self) -> None:
         self.live = self.most = 0
 
-    def __enter__(self) -> Allocations:
+    def __enter__(self) -> "Allocations":
         self._own = torch._C._dynamo.guards._empty_strided_cpu
         torch._C._dynamo.guards._empty_strided_cpu = self._allocate
         return self

@@ -1,7 +1,5 @@
 """Helpers for tests that compare a drop-in with the original: both modules, and measurements of their calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -33,7 +31,7 @@ def values_and_grads(fn: Callable, *args: Any, inputs: Any = None) -> tuple:
 class Runs:
     """A function that counts its calls, in a place that a recompute does not restore."""
 
-    _counts: ClassVar[WeakKeyDictionary[Runs, int]] = WeakKeyDictionary()
+    _counts: ClassVar[WeakKeyDictionary["Runs", int]] = WeakKeyDictionary()
 
     def __init__(self, fn: Callable) -> None:
         self.fn = fn

@@ -1,7 +1,5 @@
 """`context_fn` of `remat.compat.checkpoint` compared with torch's: selective contexts and other pairs."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -230,7 +228,7 @@ class Noted:
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 
-    def __enter__(self) -> Noted:
+    def __enter__(self) -> "Noted":
         self.log.append(f"{self.name} begins")
         return self
 

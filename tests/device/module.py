@@ -1,7 +1,5 @@
 """The functions of a device's module, `torch.cuda` or `torch.sim`."""
 
-from __future__ import annotations
-
 import contextlib
 import types
 from typing import Any
@@ -87,13 +85,13 @@ def _functions(kind: str) -> dict[str, Any]:
         return torch.device(kind, _index(device))
 
     class Stream(torch.Stream):
-        def __new__(cls, device: Any = None, priority: int = 0, **which: int) -> Stream:
+        def __new__(cls, device: Any = None, priority: int = 0, **which: int) -> "Stream":
             return super().__new__(cls, **which) if which else super().__new__(cls, where(device), priority=priority)
 
         cuda_stream = property(lambda self: self.stream_id)
 
     class Event(torch.Event):  # a class, as torch calls `isinstance(x, torch.cuda.Event)`
-        def __new__(cls, enable_timing: bool = False, **_: Any) -> Event:
+        def __new__(cls, enable_timing: bool = False, **_: Any) -> "Event":
             return super().__new__(cls, kind, enable_timing=enable_timing)
 
     def the_stream(device: Any, number: int) -> Stream:

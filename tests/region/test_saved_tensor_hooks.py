@@ -3,8 +3,6 @@
 Each row of the table in ``docs/reference/saved_tensor_hooks.md`` is a check here, which runs under every policy below.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -96,7 +94,7 @@ class Hooks(graph.saved_tensors_hooks):
 
         super().__init__(pack, unpack)
 
-    def __call__(self) -> Hooks:
+    def __call__(self) -> "Hooks":
         return self
 
 

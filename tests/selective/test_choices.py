@@ -292,6 +292,16 @@ def test_a_program_that_deviates_from_a_known_one() -> None:
     assert len(known) == 2
 
 
+def test_a_new_program_does_not_save_the_choices_of_several() -> None:
+    def fn(x: Tensor, number: int) -> Tensor:
+        made = [(x @ W).sin() for _ in range(4)]
+        return made[number].exp().sum() if number < 4 else sum(each.exp().sum() for each in made)
+
+    g, x = remat.remat(fn, policy=policies.budget(X.nbytes, cost="flops")), leaf()
+    for number in range(5):
+        assert held_bytes(lambda x: g(x, number), x) <= X.nbytes + 4
+
+
 def test_numbers_that_change_in_every_call_warn_once() -> None:
     f = remat.remat(lambda x, t: (x * t).sin().exp().sin(), policy=policies.budget(1.0))
     with warnings.catch_warnings(record=True) as caught:
