@@ -63,6 +63,13 @@ def make():
     return whole, []
 compare(make, 'double', exact=False)
 """,
+    "A mode multiplied a zero of forward mode by a number, in which torch crashes.": """
+def make():
+    inner = remat(lambda p, q: vmap(lambda q: p.lerp(q.tanh(), 0.3) * 0.5 + q)(pair(q)).sum(0))
+    derived = lambda p, q: added(vjp(lambda p, q: jvp(lambda p: inner(p, q), (p,), (q,))[1], p, q)[1](p))
+    return remat(derived, policy=policies.everything_saveable), []
+compare(make, 'backward', exact=False)
+""",
 }
 
 

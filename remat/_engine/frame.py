@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._core import private, trees
 from .._core.devices import current_streams, is_on_another, make_readable, resumed
+from .._core.facts import facts_of
 from .._core.lines import user_line
 from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
@@ -392,7 +393,7 @@ class PlainMode(DispatchMode):
     """A mode that only runs the operations. Some of torch's code, such as derivative formulas, checks for any mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+        return facts_of(func).run(*args, **(kwargs or {}))
 
 
 def _batched_depth() -> int:

@@ -135,8 +135,12 @@ class Saver(RegionHooks):
         return Held(tensor) if self.frame.outer is None else Packed(tensor, self.frame.outer)
 
     def _is_older(self, node: Any) -> bool:
-        # Each thread numbers its own nodes, and a backward pass inside may have run in a device thread.
-        return sequence_number(node) < self._start and not (self.frame.inside and self.frame.streams)
+        # Each thread numbers its own nodes: a backward pass inside may have run in a device thread, and this thread may
+        # have got an input from another one.
+        inside = self.frame.inside
+        if inside and any(guard.tensor.grad_fn is node for guard in self._known.values()):
+            return True
+        return sequence_number(node) < self._start and not (inside and self.frame.streams)
 
     @property
     def around(self) -> RegionHooks | None:

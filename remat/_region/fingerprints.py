@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from .._core.private import saved_look, version, without_levels
+from .._core.private import saved_look, tracing, version, without_levels
 from .._core.state import within
 from .._core.tensors import bottom, has_data, type_text
 
@@ -119,7 +119,7 @@ def checksum(tensor: torch.Tensor) -> int:
         if data.is_nested:
             data = data.values()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
-        if not has_data(data):
+        if not has_data(data) or tracing():  # a trace would record this
             return 0
         words = bits(data).reshape(-1).to(torch.int64)
         # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.

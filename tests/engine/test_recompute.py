@@ -369,6 +369,13 @@ def test_forward_and_backward_in_different_threads() -> None:
         assert_same(program(remat, *threads), program(plain, here, here))
 
 
+def test_a_derivative_inside_of_torchs_checkpoint_is_recomputed_in_another_thread() -> None:
+    x = (X * 1).sin()
+    region = remat(lambda x: torch.autograd.grad(x.square().sin().sum(), x, create_graph=True)[0])
+    out = torch.utils.checkpoint.checkpoint(region, x, use_reentrant=False)
+    assert_same(in_threads(lambda: grad(out, x))[0], grad(region(x), x))
+
+
 @pytest.mark.parametrize("shared", [False, True], ids=["graphs of their own", "one graph"])
 def test_passes_in_several_threads_at_once(shared: bool) -> None:
     expected = grad(mm_chain(X, W), (X, W))

@@ -71,13 +71,13 @@ INNER = several("""
     {a} - 0.1 * grad(lambda z: z.square().sum())({a}) | {a} - 0.1 * grad(lambda z: (z @ w1).sin().sum())({a})
     differentiated(lambda p, q: (p * q).sin(), {a}, {b}) | jvp(lambda z: (z @ w2).tanh(), ({a},), ({b},))[1]
     differentiated(lambda p, q: jvp(lambda z: (z @ w1).tanh(), (p,), (q,))[1], {a}, {b})
-    vmap(lambda z: z.sin() * w1[0])({a}) | vmap(Stash())({a})
+    vmap(lambda z: z.sin() * w1[0])({a})
 """)
 LINEAR = several("""
     {a} + {b} | {a} - {b} * 0.5 | {a} * 0.5 | {a} * 1 | {a}.clone() | {a}.flip(0) | {a}.roll(1, 0)
     {a}.tril() + {b}.triu() | torch.stack([{a}[0], {b}[1], {a}[2], {b}[0]]) | {a}.sum(0).expand(4, 4) * 0.5
     {a}.mean() + {b} | {a}.t().contiguous() | torch.zeros_like({a}) + {b} | -{a} | {a}.detach() * 2
-    torch.cat([{a}[1:], {b}[:1]]) | F.pad({a}, (1, 0))[:, :4] | {a}.float().double()
+    torch.cat([{a}[1:], {b}[:1]]) | F.pad({a}, (1, 0))[:, :4]
 """)
 RANDOM = several("""
     F.dropout({a}, 0.4) | F.dropout({a}, 0.4).sin() * {b} | {a} * torch.rand(4, 4) | {a} + torch.randn_like({b})
@@ -143,7 +143,7 @@ FUNC = [how for how in CALLS if how.split(",")[0] not in ("call", "autograd", "d
 # Modules, and functions of `x` and two modules which make another one.
 MODULES = several("""
     nn.Linear(4, 4) | nn.Linear(4, 4) | nn.Linear(4, 4) | nn.LayerNorm(4) | nn.RMSNorm(4) | nn.BatchNorm1d(4)
-    nn.PReLU(4) | nn.Dropout(0.4) | nn.GELU() | nn.Softmax(-1) | Counter() | Average(4) | Rebinding(4) | Stash()
+    nn.Tanh() | nn.Dropout(0.4) | nn.GELU() | nn.Softmax(-1) | Counter() | Average(4) | Rebinding(4) | Stash()
     Stash() | weight_norm(nn.Linear(4, 4)) | spectral_norm(nn.Linear(4, 4)) | orthogonal(nn.Linear(4, 4)) | Noise()
     hooked(nn.Linear(4, 4), {n}) | nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4))
     Apply(lambda x, m: m(x[None])[0][0], nn.GRU(4, 4, batch_first=True))
@@ -152,7 +152,7 @@ MODULES = several("""
     Apply(lambda x, m: m(x[None])[0], nn.TransformerEncoderLayer(4, 2, 8, 0.2, batch_first=True))
     Apply(lambda x, m: m(x).tanh() @ m.weight, nn.Linear(4, 4))
     Apply(lambda x, m: x + m((x.detach()[:, 0].abs() * 3).long().clamp(max=4)), nn.Embedding(5, 4))
-    Apply(lambda x, m: Scaled.apply(x.tanh(), m.bias), nn.Linear(4, 4))
+    Apply(lambda x, m: Scaled.apply(x.tanh(), m.bias), nn.Linear(4, 4)) | Apply(lambda x, m: vmap(m)(x), Stash())
     Apply(lambda x, m: m({{"x": x, "y": [x.sin(), 2]}})[0], Apply(lambda t, m: (m(t["x"]), t["y"]), nn.Linear(4, 4)))
 """)
 BODIES = several("""

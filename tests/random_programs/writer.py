@@ -178,7 +178,9 @@ class Writer:
             of_module = self.modules and self.chance(0.4)
             body = f"{self.random.choice(self.modules)}({p})" if of_module else self.expression(depth)
             text = f"(lambda {p}, {q}: {body})"
-        return self.region(text) if self.cost * REGION <= MOST and self.chance(0.3) else text
+        if self.cost * REGION > MOST or self.chance(0.7):
+            return text
+        return self.region(f"build({text})" if self.chance(0.5) else text)
 
     def assignment(self) -> None:
         text = self.expression()
