@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.passes import nearest_engine_call
 from .._core.state import own_work
-from .._core.tensors import is_differentiable, is_dual, overlapping
+from .._core.tensors import as_leaf, is_differentiable, is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd
@@ -38,8 +38,10 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         outs = call.at_bottom(region, inputs, None)
         unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
-        operands = [t.detach() if i in unread else t for i, t in enumerate(operands)]
-        return _separate(PlainNode.apply(region, call, outs, *operands))
+        # The node leads to what is read. In a recompute the rest requires grad all the same.
+        saved = [as_leaf(t) if i in unread else t for i, t in enumerate(operands)]
+        read = [t.detach() if i in unread else t for i, t in enumerate(operands)]
+        return _separate(PlainNode.apply(region, call, outs, saved, *read))
     return call.at_bottom(region, operands, wanted)
 
 
@@ -189,9 +191,9 @@ class PlainNode(torch.autograd.Function):
     """A region in plain autograd that calls torch.func, so it can't run under saved-tensor hooks. Saves operands."""
 
     @staticmethod
-    def forward(ctx: Any, region: Any, call: Call, outs: Tensors, *operands: torch.Tensor) -> tuple:
+    def forward(ctx: Any, region: Any, call: Call, outs: Tensors, saved: Tensors, *_: torch.Tensor) -> tuple:
         ctx.region, ctx.call = region, call
-        ctx.save_for_backward(*operands)
+        ctx.save_for_backward(*saved)
         ctx.set_materialize_grads(False)
         results = tuple(t.detach() for t in outs)
         ctx.mark_non_differentiable(*(r for r, t in zip(results, outs) if not t.requires_grad))
@@ -200,12 +202,12 @@ class PlainNode(torch.autograd.Function):
     @staticmethod
     @private.never_traced
     def backward(ctx: Any, *cotangents: torch.Tensor | None) -> tuple:
-        call, needs = ctx.call, ctx.needs_input_grad[3:]
+        call, needs = ctx.call, ctx.needs_input_grad[4:]
         try:
             call.guarded(call.operands)  # its error is more precise than autograd's
         except MutationError as error:
             raise with_region(error, ctx.region, recomputing=False)  # noqa: B904
-        return None, None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
+        return None, None, None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
 
 
 def _graph_is_unreachable(level: int, operands: Tensors, thread: int) -> bool:

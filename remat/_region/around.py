@@ -65,7 +65,10 @@ class Around:
         """Pass captured tensors to the hooks, except those that stay alive."""
         if self.hooks is not None and len(captured_inputs):
             in_region, owner = of_region(self.hooks) is not None, getattr(self.hooks[0], "__self__", None)
+            tensors, is_counted = captured_inputs.tensors, in_torch_checkpoint()
             # An outer region refers to a parameter without packing it, as it has not made it.
-            stay = [t.is_leaf and (t.requires_grad or not in_region) for t in captured_inputs.tensors]
-            each = [i for i, stays in enumerate(stay) if not stays or getattr(owner, "takes_all", False)]
-            captured_inputs.hand_over(self.hooks, each, in_region)
+            stay = {i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or not in_region)}
+            # The recompute of torch's checkpoint may find other tensors, as no region around it binds variables then.
+            takes_all = is_counted or getattr(owner, "takes_all", False)
+            each = [i for i in range(len(tensors)) if takes_all or i not in stay]
+            captured_inputs.hand_over(self.hooks, each, in_region, counted=stay if is_counted else ())

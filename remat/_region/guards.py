@@ -222,15 +222,19 @@ class Guards(list[Guard]):
         grads = (t.grad for t in self.tensors if t.requires_grad and t.is_leaf)
         return [(0, 0) if g is None else (id(g), private.version(g)) for g in grads]
 
-    def hand_over(self, hooks: Hooks, uses: Iterable[int], to_region: bool = False) -> None:
+    def hand_over(
+        self, hooks: Hooks, uses: Iterable[int], to_region: bool = False, counted: Collection[int] = ()
+    ) -> None:
         """Pass the tensors at these indices to the saved-tensor hooks around the region, once for each use.
 
-        Autograd does so with what it saves. ``to_region``: the hooks are those of an outer region.
+        Autograd does so with what it saves. ``to_region``: the hooks are those of an outer region. What the hooks make
+        of the ``counted`` ones is dropped.
         """
         for i in uses:
             guard = self[i]
             packed = Packed(private.unwrap_if_dead(guard.tensor), hooks, to_region)
-            guard.packed = guard.packed or packed  # what they make of it the first time is kept
+            if i not in counted:
+                guard.packed = guard.packed or packed  # what they make of it the first time is kept
 
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""

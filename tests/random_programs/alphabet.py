@@ -179,4 +179,4 @@ FEW = several(
 OPTIONS = several("""
     early_stop=False | determinism_check="values" | determinism_check="none" | debug=True | preserve_rng_state=False
 """)
-DRAWS = re.compile(r"drop|rand|poisson|bernoulli|uniform|rrelu|gumbel|multinomial|Noise|Attention|Transformer|spectral")
+DRAWS = re.compile(r"(?i)drop|rand|poisson|bernoulli|uniform|rrelu|gumbel|multinomial|noise|attention|former|spectral")
