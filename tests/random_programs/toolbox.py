@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 from torch.nn.utils.parametrizations import orthogonal, spectral_norm, weight_norm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from torch.utils.hooks import RemovableHandle
 
 import remat as package
 from remat import checkpoint_name, compat, policies
@@ -60,12 +61,12 @@ def apply(module: nn.Module, *numbers: int, **options: Any) -> None:
 
 
 def torch_checkpoint(fn: Fn, *args: Any, **options: Any) -> Any:
-    """torch's checkpoint, in both runs. It can't recompute in `vmap`, nor a function that draws from own generators."""
+    """torch's checkpoint, in both runs. It can't recompute in `vmap`, what draws from own generators, nor hooks."""
     if torch._C._functorch.maybe_current_level() is not None:
         raise NotImplementedError
-    before = GENERATOR.get_state()
+    before, first_hook = GENERATOR.get_state(), RemovableHandle.next_id
     result = checkpoint(fn, *args, **options)
-    if not torch.equal(before, GENERATOR.get_state()):
+    if not torch.equal(before, GENERATOR.get_state()) or not (REGIONS[0] or RemovableHandle.next_id == first_hook):
         raise NotImplementedError
     return result
 
