@@ -376,19 +376,6 @@ def test_a_derivative_inside_of_torchs_checkpoint_is_recomputed_in_another_threa
     assert_same(in_threads(lambda: grad(out, x))[0], grad(region(x), x))
 
 
-@pytest.mark.parametrize("used, parameter", [(False, W * 2), (True, W)], ids=["of a node", "a leaf"])
-def test_a_region_in_torchs_checkpoint_in_a_region_that_differentiates(used: bool, parameter: Tensor) -> None:
-    """It captures a tensor of which the recompute of the outer region makes another kind of tensor."""
-
-    def step(x: Tensor, wrap: Wrap) -> Tensor:
-        inner = wrap(lambda z: (x @ z).sin() @ (parameter if used else parameter.detach()).cos())
-        h = torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
-        return h - 0.1 * torch.func.grad(lambda h: h.sin().square().sum())(h)
-
-    found = grad(remat(step)(X, remat(policy=policies.save_matmuls)), X, create_graph=True)
-    assert_same(found, grad(step(X, plain), X))
-
-
 @pytest.mark.parametrize("shared", [False, True], ids=["graphs of their own", "one graph"])
 def test_passes_in_several_threads_at_once(shared: bool) -> None:
     expected = grad(mm_chain(X, W), (X, W))

@@ -138,18 +138,13 @@ def test_no_gradient_of_what_a_region_does_not_use(inside: str) -> None:
 
 def test_a_recompute_can_differentiate_with_respect_to_what_no_result_depends_on() -> None:
     w = V.clone().requires_grad_()
-
-    def fn(x: Tensor) -> Tensor:
-        p = w * 1
-        return grad(squares(torch.sin))(x) * torch.autograd.grad(p.square().sum(), p)[0].detach()
-
+    fn = lambda x: grad(squares(torch.sin))(x) * torch.autograd.grad((p := w * 1).square().sum(), p)[0].detach()
     both(lambda wrap: through_autograd(wrap(fn), V))
 
 
 @pytest.mark.parametrize("policy", [EVERYTHING, policies.save_matmuls, policies.save_ops("aten.mul")], ids=str)
 def test_linearize_inside_a_region_is_refused_with_a_policy_or_under_grad(policy: Any) -> None:
-    for options in ({}, {"determinism_check": "values"}):
-        both(lambda wrap: through_autograd(wrap(lambda x: linearize(torch.tanh, x)[1](x)), V), **options)
+    both(lambda wrap: through_autograd(wrap(lambda x: linearize(torch.tanh, x)[1](x)), V), determinism_check="values")
     with pytest.raises(CaptureError, match=r"makes this tensor, as torch\.func\.linearize does"):
         grad(squares(remat(lambda x: linearize(torch.sin, x)[1](x))))(V)
     region = remat(lambda x: linearize(f, x)[1](x).sin(), policy=policy)

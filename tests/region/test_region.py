@@ -396,3 +396,18 @@ def test_each_region_says_once_what_it_saves(differentiate: Callable, caplog: py
     assert "argument y float64[" in texts[0] and "values, 0 B: none" in texts[0]
     assert "<lambda> called at" in texts[1] and "argument x float64[" in texts[1]
     assert "captured global 'W' float64[4, 4]" in texts[1] and "aten.mm.default at" in texts[1]
+
+
+@pytest.mark.parametrize("is_leaf", [False, True])
+def test_a_region_in_torchs_checkpoint_in_a_region_that_differentiates(is_leaf: bool) -> None:
+    """It captures a tensor of which the recompute of the outer region makes another kind of tensor."""
+    x, w = rand(4, 4), rand(4, 4, seed=1)
+    captured = w if is_leaf else w * 2
+
+    def step(x: Tensor, wrap: Wrap) -> Tensor:
+        inner = wrap(lambda z: (x @ z).sin() @ (captured if is_leaf else captured.detach()).cos())
+        h = torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False)
+        return h - 0.1 * torch.func.grad(lambda h: h.sin().square().sum())(h)
+
+    found = remat(step)(x, remat(policy=policies.save_matmuls))
+    assert_same(*(torch.autograd.grad(total(out), x, create_graph=True) for out in (found, step(x, plain))))
