@@ -10,8 +10,7 @@ import pytest
 from fuzz import outcome
 from random_programs.writer import HEAD
 
-COUNT, PART = 2000, 250
-ROOT = Path(__file__).parents[1]
+ROOT, COUNT, PART = Path(__file__).parents[1], 2000, 250
 
 
 @pytest.mark.parametrize("start", range(0, COUNT, PART))
@@ -25,7 +24,6 @@ def test_random_programs(start: int) -> None:
 
 
 def test_the_check_finds_a_difference() -> None:
-    """The check fails for a program whose value is different with regions."""
     program = "def make():\n    return remat(lambda x, y: x.sin() * {}), []\n\ncompare(make, 'backward', exact=True)"
     assert outcome(HEAD + program.format("y.sin()")) is None
     assert outcome(HEAD + program.format("(2.0 if REGIONS[0] else 3.0)")) is not None
@@ -66,8 +64,8 @@ compare(make, 'double', exact=False)
     "A mode multiplied a zero of forward mode by a number, in which torch crashes.": """
 def make():
     inner = remat(lambda p, q: vmap(lambda q: p.lerp(q.tanh(), 0.3) * 0.5 + q)(pair(q)).sum(0))
-    derived = lambda p, q: added(vjp(lambda p, q: jvp(lambda p: inner(p, q), (p,), (q,))[1], p, q)[1](p))
-    return remat(derived, policy=policies.everything_saveable), []
+    outer = lambda p, q: added(vjp(lambda p, q: jvp(lambda p: inner(p, q), (p,), (q,))[1], p, q)[1](p))
+    return remat(outer, policy=policies.everything_saveable), []
 compare(make, 'backward', exact=False)
 """,
 }

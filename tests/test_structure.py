@@ -122,32 +122,23 @@ def test_the_accepted_cases_run() -> None:
     exec(compile(text.partition("# --- rejected")[0], CASES, "exec"), {"__name__": "typing_cases"})
 
 
-def test_the_version_is_defined_once() -> None:
+def test_the_versions_are_the_same_everywhere() -> None:
+    texts = {path: (ROOT / path).read_text("utf-8") for path in ("pyproject.toml", "CHANGELOG.md", "Makefile")}
+    project = texts["pyproject.toml"]
     assert re.fullmatch(r"\d+\.\d+\.\d+(\.dev\d+|rc\d+)?", remat.__version__)
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert 'dynamic = ["version"]' in project and not re.search(r"^version\b", project, re.MULTILINE)
-    headings = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert headings[0] == remat.__version__
-
-
-def test_the_oldest_python_is_the_same_everywhere() -> None:
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    pythons = re.findall(r"Programming Language :: Python :: (3\.\d+)", project)
-    assert f'requires-python = ">={pythons[0]}"' in project
-    assert f'target-version = "py{pythons[0].replace(".", "")}"' in project
-
-
-def test_the_tested_versions_are_those_that_ci_reads() -> None:
+    assert re.findall(r"^## (\S+)", texts["CHANGELOG.md"], re.MULTILINE)[0] == remat.__version__
     tested = json.loads((ROOT / ".ci/versions.json").read_text(encoding="utf-8"))
     assert "fromJSON" in (workflow := (ROOT / ".github/workflows/tests.yml").read_text(encoding="utf-8"))
     assert "< .ci/versions.json" in workflow
     pythons, torches = tested["python"], [version.removesuffix(".0") for version in tested["torch"]]
-    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert re.findall(r"Programming Language :: Python :: (3\.\d+)", project) == pythons
-    assert f'"torch>={torches[0]}"' in project
+    assert f'"torch>={torches[0]}"' in project and f'requires-python = ">={pythons[0]}"' in project
+    assert f'target-version = "py{pythons[0].replace(".", "")}"' in project
     assert [f"{major}.{minor}" for major, minor in (versions.OLDEST, versions.NEWEST)] == [torches[0], torches[-1]]
-    default = re.search(r"^TORCH \?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-    assert default and default.group(1) in tested["torch"]
+    assert (default := re.search(r"^TORCH \?= (.*)$", texts["Makefile"], re.MULTILINE)) and default[1] in tested[
+        "torch"
+    ]
     (without,) = tested["exclude"]
     sentence = (
         f"with Python {pythons[0]} to {pythons[-1]} and torch {', '.join(torches[:-1])} and {torches[-1]} "

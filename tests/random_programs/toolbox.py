@@ -111,9 +111,9 @@ def added(tensors: Iterable[Tensor]) -> Tensor:
     return functools.reduce(operator.add, tensors)
 
 
-def build(step: Fn) -> Fn:
+def build(*steps: Fn) -> Fn:
     """A function whose code is that of all others that are made here."""
-    return lambda p, q: step(p, q)
+    return lambda p, q: functools.reduce(lambda p, step: step(p, q), steps, p)
 
 
 def hook(t: Tensor, factor: float) -> None:

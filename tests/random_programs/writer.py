@@ -180,7 +180,7 @@ class Writer:
             text = f"(lambda {p}, {q}: {body})"
         if self.cost * REGION > MOST or self.chance(0.7):
             return text
-        return self.region(f"build({text})" if self.chance(0.7) else text)
+        return self.region(f"build({text})" if self.chance(0.5) else text)
 
     def assignment(self) -> None:
         text = self.expression()
@@ -241,6 +241,14 @@ class Writer:
             self.line(f"f{number} = {self.region(f'lambda p: (p * v{number}).tanh() @ v{number}')}")
             self.line(f"{name} = f{number}({name})")
 
+    def regions_of_one_code(self) -> None:
+        """Regions of functions that a factory makes, which share their code."""
+        for _ in range(self.random.randint(2, 3)):
+            p, q = f"p{self.number()}", f"q{self.count}"
+            with self.scope(p, q):
+                steps = [f"lambda {p}, {q}: {self.expression(1)}" for _ in range(self.random.randint(1, 2))]
+            self.let(self.fill("{f}({a}, {b})", f=self.region(f"build({', '.join(steps)})")))
+
     def module_call(self) -> None:
         kind = self.random.choice(["{m}({a})", "{m}({a})", "{m}({a})", "functional_call({m}, changed({m}), ({a},))"])
         self.let(self.fill(kind, m=self.random.choice(self.modules)))
@@ -286,7 +294,7 @@ class Writer:
         """Some statements; the last one makes the result."""
         kinds: Sequence = [
             *[self.assignment] * 8, *[self.view] * 2, *[self.in_place] * 3, self.name, self.name, self.hook,
-            self.rebinding, self.container, self.regions_in_a_loop, self.with_context,
+            self.rebinding, self.container, self.regions_in_a_loop, self.regions_of_one_code, self.with_context,
             *[self.module_call] * 6 * bool(self.modules),
         ]  # fmt: skip
         for _ in range(self.random.randint(0, 3)):

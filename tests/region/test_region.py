@@ -400,9 +400,8 @@ def test_each_region_says_once_what_it_saves(differentiate: Callable, caplog: py
 
 @pytest.mark.parametrize("is_leaf", [False, True])
 def test_a_region_in_torchs_checkpoint_in_a_region_that_differentiates(is_leaf: bool) -> None:
-    """It captures a tensor of which the recompute of the outer region makes another kind of tensor."""
     x, w = rand(4, 4), rand(4, 4, seed=1)
-    captured = w if is_leaf else w * 2
+    captured = w if is_leaf else w * 2  # the recompute of the outer region makes another kind of tensor of it
 
     def step(x: Tensor, wrap: Wrap) -> Tensor:
         inner = wrap(lambda z: (x @ z).sin() @ (captured if is_leaf else captured.detach()).cos())
