@@ -181,3 +181,4 @@ class Region:
         self.ambient.rewind()
         self.inputs.roll_back()
         self.ran, self.record = False, None
+        self.answers.clear()
