@@ -24,6 +24,7 @@ def test_random_programs(start: int) -> None:
 
 
 def test_the_check_finds_a_difference() -> None:
+    """The check fails for a program whose value is different with regions."""
     program = "def make():\n    return remat(lambda x, y: x.sin() * {}), []\n\ncompare(make, 'backward', exact=True)"
     assert outcome(HEAD + program.format("y.sin()")) is None
     assert outcome(HEAD + program.format("(2.0 if REGIONS[0] else 3.0)")) is not None

@@ -136,9 +136,8 @@ def test_the_versions_are_the_same_everywhere() -> None:
     assert f'"torch>={torches[0]}"' in project and f'requires-python = ">={pythons[0]}"' in project
     assert f'target-version = "py{pythons[0].replace(".", "")}"' in project
     assert [f"{major}.{minor}" for major, minor in (versions.OLDEST, versions.NEWEST)] == [torches[0], torches[-1]]
-    assert (default := re.search(r"^TORCH \?= (.*)$", texts["Makefile"], re.MULTILINE)) and default[1] in tested[
-        "torch"
-    ]
+    default = re.search(r"^TORCH \?= (.*)$", texts["Makefile"], re.MULTILINE)
+    assert default and default.group(1) in tested["torch"]
     (without,) = tested["exclude"]
     sentence = (
         f"with Python {pythons[0]} to {pythons[-1]} and torch {', '.join(torches[:-1])} and {torches[-1]} "

@@ -24,7 +24,7 @@ from .._core.lines import user_line
 from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
 from .._core.state import alias, own_work, state, within
-from .._core.tensors import bare
+from .._core.tensors import bare, is_in_graph
 from .._region.around import RegionHooks, of_region
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS, describe, fingerprint, is_other
@@ -186,14 +186,14 @@ class Frame:
         if any(tensor is None for tensor in inputs):
             return False
         with private.without_dispatch(), torch.inference_mode(False):
-            return all(map(_is_reached, inputs))
+            return all(_is_reached(tensor) for tensor in inputs if is_in_graph(tensor))
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:
     """Whether the current backward pass computes the gradient of this tensor."""
     try:
         return private.will_execute_node(torch.autograd.graph.get_gradient_edge(tensor).node)
-    except RuntimeError:  # it has no gradient, or is a leaf whose gradient is requested
+    except RuntimeError:  # a leaf whose gradient is requested
         return True
 
 

@@ -19,7 +19,7 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.passes import nearest_engine_call
 from .._core.state import own_work
-from .._core.tensors import as_leaf, is_differentiable, is_dual, overlapping
+from .._core.tensors import is_differentiable, is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd
@@ -39,7 +39,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
         outs = call.at_bottom(region, inputs, None)
         unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
         # The node leads to what is read. In a recompute the rest requires grad all the same.
-        saved = [as_leaf(t) if i in unread else t for i, t in enumerate(operands)]
+        saved = [inputs[i] if i in unread else t for i, t in enumerate(operands)]
         read = [t.detach() if i in unread else t for i, t in enumerate(operands)]
         return _separate(PlainNode.apply(region, call, outs, saved, *read))
     return call.at_bottom(region, operands, wanted)

@@ -228,7 +228,7 @@ def _nearest(name: str) -> str:
 def operator_like(value: Any) -> str:
     """Return a hint at the operator that a function such as ``torch.mm`` calls."""
     name = getattr(value, "__name__", None)
-    packet = _lookup(f"aten.{name}") if isinstance(name, str) else None
+    packet = _lookup(f"aten.{name}") if callable(value) and isinstance(name, str) else None
     if packet is None:
         return ""
     try:

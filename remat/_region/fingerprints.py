@@ -113,13 +113,15 @@ def describe(saved: tuple, other: tuple) -> str:
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return a sum of the tensor's bits, weighted by position, modulo 2**64. Batched tensors are taken as a whole."""
+    if tracing():  # the trace would record it
+        return 0
     # With `filling` the recompute of an outer region notices that a value is read which it has skipped.
     with torch.no_grad(), within(unseen=True, filling=sys.maxsize), without_levels():
         data = bottom(tensor).detach()
         if data.is_nested:
             data = data.values()
         data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
-        if not has_data(data) or tracing():  # a trace would record this
+        if not has_data(data):
             return 0
         words = bits(data).reshape(-1).to(torch.int64)
         # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.

@@ -144,6 +144,7 @@ def test_a_recompute_can_differentiate_with_respect_to_what_no_result_depends_on
 
 @pytest.mark.parametrize("policy", [EVERYTHING, policies.save_matmuls, policies.save_ops("aten.mul")], ids=str)
 def test_linearize_inside_a_region_is_refused_with_a_policy_or_under_grad(policy: Any) -> None:
+    both(lambda wrap: wrap(lambda x: linearize(torch.sin, x)[1](x))(V))
     both(lambda wrap: through_autograd(wrap(lambda x: linearize(torch.tanh, x)[1](x)), V), determinism_check="values")
     with pytest.raises(CaptureError, match=r"makes this tensor, as torch\.func\.linearize does"):
         grad(squares(remat(lambda x: linearize(torch.sin, x)[1](x))))(V)

@@ -150,19 +150,28 @@ def test_ops_are_counted_by_packet(x: Tensor) -> None:
     assert count_ops(step, x.requires_grad_())["aten.tanh"] == 2  # a recompute counts again
 
 
-def test_what_is_alive_or_not_watched_is_an_error(x: Tensor) -> None:
-    of_a_tensor = r"storage of a torch.float32 tensor of shape \(8, 32\)$"
+def test_objects_in_a_view_a_graph_or_a_cycle_are_alive(x: Tensor) -> None:
+    tensor = r"storage of a torch.float32 tensor of shape \(8, 32\)$"
     for make, keep, name in (
-        (lambda: x.requires_grad_().tanh(), Tensor.sum, of_a_tensor),
-        (Cycle, lambda y: 1, "Cycle"),
+        (lambda: x.exp(), lambda y: y[0], tensor),
+        (lambda: x.requires_grad_().tanh(), lambda y: y.sum(), tensor),
+        (Cycle, lambda y: None, "Cycle"),
     ):
         with pytest.raises(AssertionError, match=f"still alive .*{name}"), measure.assert_freed_without_gc() as watch:
-            watch(made := make())
+            made = make()
+            watch(made)
             kept = keep(made)
             del made
         del kept
+    gc.collect()
+
+
+def test_watching_nothing_is_an_error_but_an_exception_in_the_block_takes_precedence(x: Tensor) -> None:
     with pytest.raises(AssertionError, match="nothing was watched"), measure.assert_freed_without_gc():
-        gc.collect()
+        pass
+    with pytest.raises(KeyError), measure.assert_freed_without_gc() as watch:
+        watch(x)
+        raise KeyError
 
 
 def test_the_examples_in_the_docstrings() -> None:
