@@ -160,7 +160,7 @@ class Frame:
                 filler.run()
                 value = wanted.value
                 if alive.index(wanted) >= filler.count:
-                    raise filler.too_few()
+                    raise filler.mismatch_of_count(f"only {filler.count} in the recompute")
             except RecomputeMismatchError as error:
                 if self.log is not None and error.logs is None:
                     error.logs = self.log.texts()
@@ -219,9 +219,8 @@ class Filler(RegionHooks):
         self.last_slot = next(filter(None, reversed(slots)))
 
     def run(self) -> None:
-        before, logs = torch.is_grad_enabled(), state.logs
+        before = torch.is_grad_enabled()
         private.set_grad_enabled(True)
-        state.logs = ()  # those of unfinished runs must not record this recompute
         try:
             with ExitStack() as stack:
                 for context in shields(self.frame):
@@ -232,12 +231,11 @@ class Filler(RegionHooks):
                     self._attempt(whole=True)
         finally:
             private.set_grad_enabled(before)
-            state.logs = logs
 
     def _attempt(self, whole: bool) -> bool:
         """Recompute the region once; return False if that has to be repeated in full."""
         frame, region = self.frame, self.frame.region
-        with own_work():
+        with within(own_work=True, logs=()):
             operands: Any = [guard.again() for guard in frame.operands]
             if region is region.root:
                 operands = region.inputs.kept_apart(operands)
@@ -251,7 +249,8 @@ class Filler(RegionHooks):
         # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
         filling = len(state.recordings) if frame.open else state.filling
         try:
-            with within(unseen=False, policies=policies, filling=filling):
+            # Logs of unfinished runs must not record this recompute.
+            with within(unseen=False, logs=(), policies=policies, filling=filling):
                 result = (region.call_again if region is region.root else region.run)(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
@@ -321,8 +320,7 @@ class Filler(RegionHooks):
         if self.stopped or self.frame.open:  # the first run has come no further
             self._stop()
         if self.check != "none":
-            expected = f"The region saved {len(self.slots)} tensors for its backward in the forward"
-            raise self.mismatch(f"{expected}, and one more in the recompute, at {user_line()}")
+            raise self.mismatch_of_count(f"one more in the recompute, at {user_line()}")
 
     def _compare(self, slot: Slot, now: tuple, tensor: torch.Tensor) -> None:
         before, index = slot.fingerprint, self.count - 1
@@ -362,9 +360,8 @@ class Filler(RegionHooks):
         advice = _ADVICE if self.options.debug else f"{_ADVICE} {_DEBUG}"
         return RecomputeMismatchError(f"{what}. {advice}")
 
-    def too_few(self) -> RecomputeMismatchError:
-        expected = f"The region saved {len(self.slots)} tensors for its backward in the forward"
-        return self.mismatch(f"{expected}, and only {self.count} in the recompute")
+    def mismatch_of_count(self, now: str) -> RecomputeMismatchError:
+        return self.mismatch(f"The region saved {len(self.slots)} tensors for its backward in the forward, and {now}")
 
 
 _ADVICE = (

@@ -17,7 +17,7 @@ from .._core.private import is_wrapped, origin, raw_version, sequence_number
 from .._core.state import alias, state
 from .._core.tensors import bare
 from .._region.arguments import take_apart
-from .._region.around import Around, RegionHooks, of_region
+from .._region.around import RegionHooks, hand_operands, of_region
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS
 from .._region.guards import Guard, Guards, Held
@@ -38,13 +38,13 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
     arguments, tensors = take_apart(args, kwargs)
     if state.watch is not None:  # the arguments of a region are read by the region around it
         state.watch.reads(tensors)
-    operands, around = Guards(tensors, arguments.name), Around()
-    around.take(operands, arguments.uses)
+    operands, outer = Guards(tensors, arguments.name), private.top_hooks(True)
+    hand_operands(outer, operands, arguments.uses)
     region = Region(fn, arguments, tensors, options, known)
     try:
-        region.open(around=around)
+        region.open(outer=outer)
         run = Run(OpLog() if options.debug else None, recorder_for(region))
-        frame = Frame(region, operands, region.inputs.captured, around.hooks, run, options.read_inside)
+        frame = Frame(region, operands, region.inputs.captured, outer, run, options.read_inside)
         try:
             return Saver(frame, run).run(region.first, args, kwargs)
         except RuntimeError as error:

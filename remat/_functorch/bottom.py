@@ -18,7 +18,7 @@ from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.frame import Frame, outside_of_batched_backward
 from .._engine.lowering import Saver
 from .._engine.operation_log import OpLog
-from .._region.around import Around
+from .._region.around import hand_captured, hand_operands
 from .._region.guards import CHANGED, NO_GUARDS, Guards, close
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import Run
@@ -178,10 +178,10 @@ def is_refused_change(error: RuntimeError) -> bool:
 
 def _run(region: Any, inputs: Tensors, operands: Guards, captured: Guards, run: Run, read_inside: bool) -> list:
     """Run a region under the saved-tensor hooks of the engine."""
-    around = Around()
-    around.take(operands)
-    around.take_captured(captured)
-    return Saver(Frame(region, operands, captured, around.hooks, run, read_inside), run).run(region.run, inputs)
+    outer = private.top_hooks(True)
+    hand_operands(outer, operands)
+    hand_captured(outer, captured)
+    return Saver(Frame(region, operands, captured, outer, run, read_inside), run).run(region.run, inputs)
 
 
 UNCOMPARED = (

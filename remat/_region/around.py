@@ -8,7 +8,7 @@ from typing import Any
 from .._core import private
 from .._core.state import state
 from .guards import Guards
-from .hooks import in_torch_checkpoint
+from .hooks import Hooks, in_torch_checkpoint
 
 
 class RegionHooks:
@@ -40,35 +40,28 @@ def positions() -> list[tuple[Any, int]]:
     return [(each, each.count) for each in found]
 
 
-class Around:
-    """The saved-tensor hooks at one moment: those of an outer region, in any of its runs, the user's, or none."""
+def hand_operands(hooks: Hooks | None, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
+    """Pass a region's operands to the hooks around it. A recompute of the outer region may need nothing else.
 
-    __slots__ = ("hooks",)
+    Hooks of a region or of torch's checkpoint get an operand once for each use of it: their recompute may find two
+    tensors where this run finds one, and must pass the same number.
+    """
+    if hooks is not None:
+        in_region = of_region(hooks) is not None
+        each: Iterable[int] = range(len(operands))
+        if uses is not None and (in_region or in_torch_checkpoint()):
+            each = [i for _, i in uses]
+        operands.hand_over(hooks, each, in_region)
 
-    def __init__(self) -> None:
-        self.hooks = private.top_hooks(True)
 
-    def take(self, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
-        """Pass a region's operands to the hooks. A recompute of the outer region may need nothing else.
-
-        Hooks of a region or of torch's checkpoint get an operand once for each use of it: their recompute may find two
-        tensors where this run finds one, and must pass the same number.
-        """
-        if self.hooks is not None:
-            in_region = of_region(self.hooks) is not None
-            each: Iterable[int] = range(len(operands))
-            if uses is not None and (in_region or in_torch_checkpoint()):
-                each = [i for _, i in uses]
-            operands.hand_over(self.hooks, each, in_region)
-
-    def take_captured(self, captured_inputs: Guards) -> None:
-        """Pass captured tensors to the hooks, except those that stay alive."""
-        if self.hooks is not None and len(captured_inputs):
-            in_region, owner = of_region(self.hooks) is not None, getattr(self.hooks[0], "__self__", None)
-            tensors, is_counted = captured_inputs.tensors, in_torch_checkpoint()
-            # An outer region refers to a parameter without packing it, as it has not made it.
-            stay = {i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or not in_region)}
-            # The recompute of torch's checkpoint may find other tensors, as no region around it binds variables then.
-            takes_all = is_counted or getattr(owner, "takes_all", False)
-            each = [i for i in range(len(tensors)) if takes_all or i not in stay]
-            captured_inputs.hand_over(self.hooks, each, in_region, counted=stay if is_counted else ())
+def hand_captured(hooks: Hooks | None, captured_inputs: Guards) -> None:
+    """Pass captured tensors to the hooks around a region, except those that stay alive."""
+    if hooks is not None and len(captured_inputs):
+        in_region, owner = of_region(hooks) is not None, getattr(hooks[0], "__self__", None)
+        tensors, is_counted = captured_inputs.tensors, in_torch_checkpoint()
+        # An outer region refers to a parameter without packing it, as it has not made it.
+        stay = {i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or not in_region)}
+        # The recompute of torch's checkpoint may find other tensors, as no region around it binds variables then.
+        takes_all = is_counted or getattr(owner, "takes_all", False)
+        each = [i for i in range(len(tensors)) if takes_all or i not in stay]
+        captured_inputs.hand_over(hooks, each, in_region, counted=stay if is_counted else ())

@@ -21,9 +21,10 @@ from .._core.state import first_run, recomputing, state, within
 from .._policy.predicates import Answers
 from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
-from .around import Around
+from .around import hand_captured
 from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import stride_of
+from .hooks import Hooks
 from .inputs import Inputs
 from .options import UNFINISHED, Options, refuse_unfinished
 from .turns import turn
@@ -82,18 +83,17 @@ class Region:
 
     root = property(lambda self: self)
 
-    def open(self, follow: Callable[[torch.Tensor], bool] | None = None, around: Around | None = None) -> None:
+    def open(self, follow: Callable[[torch.Tensor], bool] | None = None, outer: Hooks | None = None) -> None:
         """Record the ambient state and the captured tensors, as they are now.
 
         Captured tensors for which ``follow`` is true become operands. The region saves the other captured tensors,
-        through the hooks ``around`` if they accept them. The state is recorded last, as hooks may draw random numbers.
+        through the hooks ``outer`` if they accept them. The state is recorded last, as hooks may draw random numbers.
         """
         inputs = self.inputs
         generators = inputs.find(self.fn, follow)
         tensors = inputs.with_captured(inputs.operands())
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
-        if around is not None:
-            around.take_captured(inputs.captured)
+        hand_captured(outer, inputs.captured)
         self.ambient = Ambient(devices, generators, self.options.preserve_rng_state)
 
     def forget(self) -> None:
