@@ -176,6 +176,13 @@ def test_activations_alone_are_offloaded(far: Copies) -> None:
     assert_same(torch.autograd.grad(out.sum(), (h, p)), torch.autograd.grad(Product()(h, p, c).sum(), (h, p)))
 
 
+def test_what_is_in_host_memory_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, x = Copies(monkeypatch), rand(3)
+    out = checkpoint_wrapper(nn.Tanh(), offload_to_cpu=True)(x * 2)
+    assert not copies.out
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad((x * 2).tanh().sum(), x))
+
+
 def statistics(fn: Callable[[Tensor, nn.BatchNorm1d], Tensor]) -> Callable[[Wrap], Any]:
     def run(wrap: Wrap) -> tuple:
         norm, x = nn.BatchNorm1d(4, momentum=0.5), rand(6, 4, dtype=torch.float32)

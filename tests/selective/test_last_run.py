@@ -159,3 +159,10 @@ def test_a_function_around_one_that_was_called_before() -> None:
     wrapped_sine = lambda inner: lambda x: inner(checkpoint_name(x.sin(), "o1")).sin()
     calls = [wrapped_sine(remat(two_sines, policy=NAMES)), remat(wrapped_sine(two_sines), policy=NAMES)]
     assert [run(fn, X)[1]["aten.sin"] for fn in (calls[0], calls[0], calls[1], calls[1])] == [0, 0, 2, 2]
+
+
+def test_few_programs_of_a_function_are_remembered() -> None:
+    fn = lambda x: checkpoint_name(x.sin(), "a").cos()
+    for i in range(40):
+        run(remat(fn, policy=policies.save_only_these_names("a", f"b{i}")), X)
+    assert 0 < len(known.known_of(fn).programs) <= 16
