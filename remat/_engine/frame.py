@@ -23,11 +23,11 @@ from .._core.facts import facts_of
 from .._core.lines import user_line
 from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
-from .._core.state import alias, own_work, state, within
+from .._core.state import alias, state, within
 from .._core.tensors import bare, is_in_graph
 from .._region.around import RegionHooks, of_region
 from .._region.error_context import with_region
-from .._region.fingerprints import LOOKS, describe, fingerprint, is_other
+from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, maker_of
 from .._region.guards import Guard, Guards, Held, close
 from .._region.hooks import Packed, drop_gradient_hooks, hooks_allowed
 from .._region.placeholders import Restart
@@ -325,9 +325,9 @@ class Filler(RegionHooks):
     def _compare(self, slot: Slot, now: tuple, tensor: torch.Tensor) -> None:
         before, index = slot.fingerprint, self.count - 1
         previous = self.frame.slots.alive()[index - 1] if index else None
-        maker = type(None) if previous is None else previous.fingerprint[3]
+        maker = type(None) if previous is None else maker_of(previous.fingerprint)
         is_input = tensor.is_leaf and tensor.requires_grad  # then the first run had no slot for it
-        if is_other(before, now, maker) or (is_input and before[3] is not type(None)):
+        if is_other(before, now, maker) or (is_input and maker_of(before) is not type(None)):
             self.difference = self.difference or self.mismatch(
                 f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
                 f"{describe(now, before)} in the recompute, at {user_line()}"

@@ -1,9 +1,14 @@
-"""Fingerprints: what is compared between a tensor of the first run and the same tensor of a recompute."""
+"""Fingerprints: what is compared between a tensor of the first run and the same tensor of a recompute.
+
+Those of saved tensors are tuples that `LOOKS` makes and `is_other` compares; those of results are `Metadata`, which
+`fingerprint` makes and `!=` compares. In plain autograd a recompute compares only the structure of its result.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -11,7 +16,7 @@ from torch.autograd.function import BackwardCFunction
 
 from .._core.private import saved_look, tracing, version, without_levels
 from .._core.state import within
-from .._core.tensors import bottom, has_data, type_text
+from .._core.tensors import bottom, has_data, parts, type_text
 
 CHECKS = ("metadata", "values", "none")
 
@@ -52,26 +57,27 @@ def stride_of(tensor: torch.Tensor) -> tuple[int, ...] | None:
         return None
 
 
-# Fingerprints of saved tensors: dtype, shape, device, type of the node that made the tensor (another one means that the
-# recompute took another path), version, strides, and with "values" a checksum. They are compared by `!=`.
+# Of saved tensors: dtype, shape, device, type of the node that made the tensor (another one means that the recompute
+# took another path), version, strides, and with "values" a checksum.
 LOOKS: dict[str, Callable[[torch.Tensor], tuple]] = {
     "metadata": _look,
     "values": lambda tensor: (*_look(tensor), checksum(tensor)),
-    "none": lambda tensor: (None, None, None, type(None), version(tensor)),
+    "none": lambda tensor: (None, None, None, type(None), version(tensor), None),
 }
+maker_of = itemgetter(3)  # the type of the node
 
 
 def is_other(before: tuple, now: tuple, maker: type) -> bool:
-    """Whether two unequal fingerprints of a saved tensor mean that the recompute took another path.
+    """Whether two fingerprints of a saved tensor that are unequal mean that the recompute took another path.
 
     Versions may differ: a view of a tensor from outside has the version of that tensor. So may the bytes of a
     workspace, if a recurrent network is the ``maker`` of the tensor saved just before: it writes only a part of them.
     """
     is_workspace = before[0] is torch.uint8 and maker.__name__ in _HAVE_WORKSPACE
     values_differ = before[6:] != now[6:] and not is_workspace
-    if before[:3] != now[:3] or values_differ or not _may_be_the_same(before[3], now[3]):
+    if before[:3] != now[:3] or values_differ or not _may_be_the_same(maker_of(before), maker_of(now)):
         return True
-    return before[5:6] != now[5:6] and _moves(before) != _moves(now)
+    return _moves(before) != _moves(now)
 
 
 def _moves(saved: tuple) -> list[int] | None:
@@ -105,28 +111,29 @@ def describe(saved: tuple, other: tuple) -> str:
     dtype, shape, device, maker, _, stride, *values = saved
     name = maker.__name__
     if maker is type(None):
-        name = None if other[3] is maker else "no recorded operation (such as an input)"
+        name = None if maker_of(other) is maker else "no recorded operation (such as an input)"
     metadata = str(Metadata((dtype, shape, device, name, values[0] if values else None)))
     same = stride == other[5] or shape != other[1]
     return metadata if same else f"{metadata} with strides {stride}"
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return a sum of the tensor's bits, weighted by position, modulo 2**64. Batched tensors are taken as a whole."""
+    """Return a sum of a tensor's bits, weighted by position, modulo 2**64. Batched tensors are taken as a whole.
+
+    With ``determinism_check="values"`` it is compared; a `Guard` has one of an inference tensor, which has no version.
+    """
     if tracing():  # the trace would record it
         return 0
     # With `filling` the recompute of an outer region notices that a value is read which it has skipped.
     with torch.no_grad(), within(unseen=True, filling=sys.maxsize), without_levels():
-        data = bottom(tensor).detach()
-        if data.is_nested:
-            data = data.values()
-        data = (data.to_dense() if data.layout is not torch.strided else data).contiguous()
-        if not has_data(data):
-            return 0
-        words = bits(data).reshape(-1).to(torch.int64)
-        # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.
-        weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2654435761 * 2 + 1
-        return int((words * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+        data, total = bottom(tensor).detach(), 0
+        for part in filter(has_data, parts(data.values() if data.is_nested else data)):
+            words = bits((part.to_dense() if part.layout is not torch.strided else part).contiguous())
+            words = words.reshape(-1).to(torch.int64)
+            # An odd multiplier per position: any single change, and any swap of two unequal words, changes the sum.
+            weights = torch.arange(words.numel(), device=words.device, dtype=torch.int64) * 2654435761 * 2 + 1
+            total = 31 * total + int((words * weights).sum())
+        return total & 0xFFFFFFFFFFFFFFFF
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

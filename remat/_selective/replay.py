@@ -176,8 +176,7 @@ class Replay(RegionMode):
                 if content is None:
                     self.placeholders.add(tensor)  # the tensor, which may be the region's own, is the placeholder
                 else:
-                    with unseen():
-                        as_bytes(tensor).copy_(as_bytes(tensor_of(content)))
+                    as_bytes(tensor).copy_(as_bytes(tensor_of(content)))  # outer regions see it, as the write itself
                     self.placeholders.mark_filled(tensor)
                 self.storages.put(holder(tensor), value)
         return self.placeholders.mark(self._build(step.result, step, contents, read))

@@ -1,15 +1,19 @@
 """What is compared between a tensor that a first run saved and the same one in a recompute."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerator import DEVICE
 from cases import assert_same, rand
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
 from remat._region.fingerprints import checksum
@@ -139,3 +143,22 @@ def test_values_of_an_lstm(policy: Any) -> None:
     other = True
     with pytest.raises(RecomputeMismatchError, match="with checksum"):
         backward(remat(fn, policy=policy, determinism_check="values"), x)
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def test_values_of_distributed_tensors_are_compared(mesh: DeviceMesh) -> None:
+    w, x = (distribute_tensor(rand(4, 4, seed=i).detach(), mesh, [Shard(i)]).requires_grad_() for i in range(2))
+
+    def fn(x: Tensor, drift: float) -> Tensor:
+        return ((x @ w).sin() * (1 + drift * is_recomputing())).exp().tanh()
+
+    region = remat(fn, determinism_check="values")
+    assert_same(torch.autograd.grad(region(x, 0).sum(), x)[0].to_local(), backward(lambda x: fn(x, 0), x).to_local())
+    with pytest.raises(RecomputeMismatchError, match="with checksum"):
+        region(x, 1e-6).sum().backward()

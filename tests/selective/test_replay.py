@@ -14,7 +14,7 @@ from host_copies import Copies
 from random_programs.toolbox import chosen
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jvp, vjp, vmap
 
 from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
 from remat import (
@@ -465,3 +465,26 @@ def test_few_plans_of_a_program_are_kept() -> None:
     for number in range(200):
         program.plan([number], 2, [])
     assert 1 < len(program._plans) <= 64
+
+
+def test_a_write_that_a_recompute_inside_restores_is_seen_by_the_outer_region() -> None:
+    x, y, w = (rand(4, 4, seed=i) for i in range(3))
+    product = remat(lambda w, b: w * b.tanh(), determinism_check="values")
+
+    @remat
+    def inner(a: Tensor, b: Tensor) -> Tensor:
+        other, dropped = product(w, b), F.dropout(b, 0.4)
+        dropped[0] = w[1]
+        _ = (dropped @ dropped.mT) + 1  # its graph lives as long as the outer region's first run
+        return dropped + other
+
+    policy = ~policies.save_ops("aten.add", "aten.tanh")
+    outer = remat(lambda x, y: torch.add(*vjp(inner, x, y)[1](x.cos())).sin().sum(), policy=policy)
+
+    def run() -> tuple:
+        torch.manual_seed(0)
+        return torch.autograd.grad(outer(x, y), (x, y, w))
+
+    with disable_remat():
+        expected = run()
+    assert_same(run(), expected)
