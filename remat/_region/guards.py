@@ -361,9 +361,8 @@ def _is_small(tensor: torch.Tensor, limit: int) -> bool:
 
 
 def _may_be_statistics(tensor: torch.Tensor) -> bool:
-    if tensor.dim() != 1 or tensor.requires_grad or not tensor.is_floating_point() or private.is_wrapped(tensor):
-        return False
-    return _is_small(tensor, COPY_BYTES)
+    is_vector = tensor.dim() == 1 and tensor.is_floating_point()
+    return is_vector and not tensor.requires_grad and _is_small(tensor, COPY_BYTES)
 
 
 class _Comparison:
