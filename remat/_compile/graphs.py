@@ -32,7 +32,7 @@ def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
             each.meta["recompute"] = _tag(verdict)
     if facts_of(op).views:  # to recompute a view costs nothing, and to save it would save its base
         return CheckpointPolicy.PREFER_RECOMPUTE
-    return _tag(policy.judge(ctx, op, args, kwargs, frozenset()))
+    return _tag(policy.judge(ctx, op, args, kwargs, {}, frozenset()))
 
 
 def _tag(verdict: Verdict) -> CheckpointPolicy:

@@ -91,10 +91,25 @@ class Policy(ABC):
                 )
 
     def judge(
-        self, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: frozenset[str]
+        self,
+        ctx: Any,
+        op: Any,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+        answers: dict[int, Verdict],
+        names: frozenset[str],
     ) -> Verdict:
-        """Return the verdict on a value with these names. The other arguments are those of a predicate."""
-        verdict = self._evaluate(op, names, lambda predicate: _answer(predicate, ctx, op, args, kwargs))
+        """Return the verdict on a value with these names. The other arguments are those of a `Question`.
+
+        A predicate is called once for each operation, also if its value gets names later.
+        """
+
+        def ask(predicate: Callable) -> Verdict:
+            if id(predicate) not in answers:
+                answers[id(predicate)] = _answer(predicate, ctx, op, args, kwargs)
+            return answers[id(predicate)]
+
+        verdict = self._evaluate(op, names, ask)
         assert verdict is not None
         return verdict
 

@@ -26,15 +26,16 @@ SIGNATURE = (
     "A predicate is called as (ctx, op, *args, **kwargs), as in torch's selective checkpoint. If it is written for "
     "JAX, as (prim, *avals, **params), `prim` gets the context, and the operator is the next argument."
 )
-Question: TypeAlias = tuple[Any, Any, tuple, dict]  # a predicate's arguments: context, operator, args, kwargs
+# A predicate's arguments (context, operator, args, kwargs) and the answers of predicates so far, by their ids.
+Question: TypeAlias = tuple[Any, Any, tuple, dict, dict]
 
 
 def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
-    """Return the arguments for predicates about a call. In torch 2.11 the context has no ``op_output``."""
+    """Return the question about a call. In torch 2.11 the context has no ``op_output``."""
     try:
-        return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs
+        return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs, {}
     except TypeError:
-        return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs
+        return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs, {}
 
 
 class Answers(list[tuple[Any, Any]]):

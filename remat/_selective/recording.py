@@ -41,7 +41,7 @@ class Verdicts:
         self.names = defaultdict[int, set[str]](set)  # the names of each value
         self.given: set[str] = set()  # all names that were given in the region
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
-        self._questions: dict[int, Question] = {}  # arguments for predicates, if they are called again with names
+        self._questions: dict[int, Question] = {}  # about the operations of steps, if a name may ask again
         logs = state.logs if policy.asks else ()
         self._answers = [each for each in logs if isinstance(each, Answers)]  # those in the regions around it
 
@@ -49,7 +49,7 @@ class Verdicts:
         """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
         if facts in self.around:
             return None
-        asked: Question = question(facts.func, args, kwargs, result) if self.policy.asks else (None, facts.func, (), {})
+        asked = question(facts.func, args, kwargs, result) if self.policy.asks else _about(facts)
         if self.judges_names:
             self._questions.update(dict.fromkeys(made, asked))
         verdict = self.policy.verdict_for(facts.func) or self._judge(asked)
@@ -60,8 +60,7 @@ class Verdicts:
         self.names[value].add(name)
         if not (self.judges_names and step.is_judged):
             return None
-        asked: Question = self._questions.get(number, (None, step.facts.func, (), {}))
-        return self._judge(asked, self.names[value])
+        return self._judge(self._questions.get(number, _about(step.facts)), self.names[value])
 
     def _judge(self, asked: Question, names: Iterable[str] = ()) -> Verdict:
         ask = partial(self.policy.judge, *asked, frozenset(names))
@@ -72,6 +71,11 @@ class Verdicts:
     def release(self) -> None:
         """Drop the references to tensors."""
         self._questions.clear()
+
+
+def _about(facts: Facts) -> Question:
+    """The question about an operation for a policy without predicates."""
+    return None, facts.func, (), {}, {}
 
 
 class Recording:
