@@ -226,6 +226,16 @@ def test_an_error_for_a_saved_value_that_is_changed_later_names_the_operation() 
         out.sum().backward()
 
 
+def test_an_offloaded_value_is_copied_back_only_after_the_forward(far: Copies) -> None:
+    def fn(x: Tensor) -> Tensor:
+        return (h := x.tanh()) * torch.autograd.grad(h.sum(), x, create_graph=True)[0]
+
+    out = remat(fn, policy=policies.offload(policies.save_ops("aten.tanh")))(x := rand(3))
+    assert len(far.out) == 1 and not far.back
+    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x).sum(), x))
+    assert far.back == [0]
+
+
 def test_an_offloaded_value_may_be_changed_later(far: Copies) -> None:
     x = rand(4, 4)
     h, out = remat(product_and_sine, policy=policies.offload(MATMULS))(x)
