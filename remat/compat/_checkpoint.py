@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from dataclasses import replace
-from typing import Any, Literal, ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, noop_context_fn
@@ -16,7 +16,7 @@ from .._compile import lowering as compiled
 from .._core import private
 from .._core.known import known_of
 from .._policy.policy import Policy, PolicyLike, as_policy
-from .._region.options import Options, check_returns, checked_options
+from .._region.options import DeterminismCheck, Options, check_returns, checked_options
 from .._sequential import chain, row_of
 from ..errors import RematError, shown
 
@@ -24,7 +24,6 @@ _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine 
 
 P = ParamSpec("P")
 R = TypeVar("R")
-TorchsCheck = Literal["default", "metadata", "values", "none"]
 
 
 class Contexts:
@@ -32,8 +31,6 @@ class Contexts:
 
     Raises TypeError if ``pair`` is not a pair of context managers.
     """
-
-    __slots__ = ("again", "first")
 
     def __init__(self, pair: Any) -> None:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
@@ -72,7 +69,7 @@ def checkpoint(
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: TorchsCheck = "default",
+    determinism_check: DeterminismCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -87,7 +84,7 @@ def checkpoint(
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: TorchsCheck = "default",
+    determinism_check: DeterminismCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -101,7 +98,7 @@ def checkpoint(
     use_reentrant: bool | None = False,
     preserve_rng_state: bool = True,
     context_fn: Callable[[], Any] = noop_context_fn,
-    determinism_check: TorchsCheck = "default",
+    determinism_check: DeterminismCheck = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -148,8 +145,7 @@ def checkpoint(
             "policy saves. Remove the option, and call the regions that the hooks must not see outside of the hooks."
         )
     _check_reentrant(use_reentrant)
-    check = "metadata" if determinism_check == "default" else determinism_check
-    options = checked_options(policy, bool(preserve_rng_state), check, bool(early_stop), bool(debug))
+    options = checked_options(policy, bool(preserve_rng_state), determinism_check, bool(early_stop), bool(debug))
     if function is not None or args:
         return _call(function, options, context_fn, args, kwargs)
     if kwargs:
