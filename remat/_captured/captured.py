@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from .._ambient.generators import is_generator
 from .._core.tensors import is_left_from_vmap
 from .._core.trees import attributes, contents, copy_dict, size
-from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables
+from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables, read
 
 
 class Path:
@@ -213,10 +213,7 @@ class Captured:
     def function(self, fn: FunctionType, path: Path) -> None:
         names = names_of(fn)
         for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or ()):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # it is empty
-                value = MISSING
+            value = read(_CONTENTS, cell)
             visit = visits[type(value)]
             if id(cell) in self._seen or (names is None and visit in _DATA):  # a library's own state
                 continue
@@ -303,7 +300,7 @@ class Captured:
         cls: Any = type(value)
         if cls.__dictoffset__:
             self._attributes(attributes(value), path)
-        values = Descriptors(value, dict.fromkeys(slots[cls])).now()
+        values = {slot: read(slot, value) for slot in slots[cls]}
         self.note(Descriptors, value, values)
         for slot, each in values.items():
             self.see(each, path.attribute(slot.__name__))

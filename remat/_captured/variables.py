@@ -79,25 +79,27 @@ class Items(Variables):
         list.__setitem__(self.holder, slice(None), list(values.values()))
 
 
+def read(slot: Any, holder: Any) -> Any:
+    """The value of a slot, or of a closure cell."""
+    try:
+        return slot.__get__(holder)
+    except (AttributeError, ValueError):
+        return MISSING
+
+
 class Descriptors(Variables):
     """Variables that descriptors access: slots, the contents of a closure cell, the defaults of a function."""
 
     __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
-        return {slot: self._get(slot) for slot in self.then}
-
-    def _get(self, slot: Any) -> Any:
-        try:
-            return slot.__get__(self.holder)
-        except (AttributeError, ValueError):
-            return MISSING
+        return {slot: read(slot, self.holder) for slot in self.then}
 
     def put(self, values: dict[Any, Any]) -> None:
         for slot, value in values.items():
             if value is not MISSING:
                 slot.__set__(self.holder, value)
-            elif self._get(slot) is not MISSING:
+            elif read(slot, self.holder) is not MISSING:
                 slot.__delete__(self.holder)
 
 
