@@ -126,9 +126,7 @@ def called(cls: Any, name: str) -> Any:
 
 
 def wrapped(value: Any) -> Any:
-    """The function in a static method, a class method or a wrapper made with `functools.wraps`; or None."""
-    if isinstance(value, (staticmethod, classmethod)):
-        return value.__func__
+    """The function in a wrapper that `functools.wraps` has made; or None."""
     return attributes(value).get("__wrapped__")
 
 
@@ -259,8 +257,7 @@ class Captured:
         self.note(PartialArgs, partial, {"args": partial.args})
         self.see(partial.args, path.attribute("args"))
         self.note(Entries, partial.keywords, partial.keywords)
-        for key, value in partial.keywords.items():
-            self.see(value, path.attribute("keywords").item(key))
+        self.see(partial.keywords, path.attribute("keywords"))
 
     def wrapper(self, value: Any, path: Path) -> None:
         """A callable object of a library, of which only the wrapped function is visited."""
