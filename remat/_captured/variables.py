@@ -31,7 +31,7 @@ class TensorId(int):
 class Variables(ABC):
     """Variables of one holder, such as a dict or a closure cell, with their values at the first run."""
 
-    __slots__ = ("holder", "then", "whole")  # each region has some
+    __slots__ = ("holder", "then", "whole")  # each region has some, and no kind of them has other attributes
 
     def __init__(self, holder: Any, then: dict[Any, Any], whole: bool = False) -> None:
         self.holder, self.then, self.whole = holder, then, whole  # whole: these are all of them
@@ -47,8 +47,6 @@ class Variables(ABC):
 
 class Entries(Variables):
     """The entries of a dict, such as globals or attributes. Methods that a subclass overrides are not called."""
-
-    __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
         if self.whole:
@@ -70,8 +68,6 @@ class Entries(Variables):
 class Items(Variables):
     """All items of a list."""
 
-    __slots__ = ()
-
     def now(self) -> dict[Any, Any]:
         return dict(enumerate(list.copy(self.holder)))
 
@@ -90,8 +86,6 @@ def read(slot: Any, holder: Any) -> Any:
 class Descriptors(Variables):
     """Variables that descriptors access: slots, the contents of a closure cell, the defaults of a function."""
 
-    __slots__ = ()
-
     def now(self) -> dict[Any, Any]:
         return {slot: read(slot, self.holder) for slot in self.then}
 
@@ -105,8 +99,6 @@ class Descriptors(Variables):
 
 class PartialArgs(Variables):
     """The positional arguments of a partial. They can be set only with its whole pickled state."""
-
-    __slots__ = ()
 
     def now(self) -> dict[Any, Any]:
         return {"args": self.holder.args}

@@ -107,8 +107,6 @@ class _Calls(private.DispatchMode):
 class TracedCall(Call):
     """A call of a region in a trace."""
 
-    __slots__ = ()
-
     def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
         """Run a region, or a transform of it, on tensors of AOT autograd."""
         root = region.root
