@@ -156,8 +156,7 @@ class Captured:
         self.variables: list[Variables] = []
         self._queue: list[tuple[Visit, Any, Path]] = []
         self._seen: set[Any] = set()
-        self._copies: dict[int, Copy] = {}
-        self._tuples: dict[int, Any] = {}
+        self._copies: dict[int, Any] = {}  # the records of containers, by id; a tuple may be its own
         self._sharded: set[int] = set()  # ids of modules whose parameters the region must not save
         for root in roots:
             self.see(root, Root(root.__name__ if type(root) is FunctionType else "self"))
@@ -191,19 +190,18 @@ class Captured:
         cls = type(value)
         if issubclass(cls, Tensor):
             return value if is_left_from_vmap(value) else TensorId(id(value))  # no region saves what can't be read
-        if cls in COPIED:
-            if id(value) not in self._copies:
-                if len(value) > _STATE and not _is_looked_into(value):
-                    return value
-                self._copies[id(value)] = Copy(value)
+        if id(value) in self._copies:
             return self._copies[id(value)]
-        if issubclass(cls, tuple) and depth < _TUPLE_DEPTH and _is_looked_into(value):
-            if id(value) not in self._tuples:
-                items = [self._frozen(item, depth + 1) for item in contents(value)]
-                same = all(map(is_, items, contents(value)))
-                self._tuples[id(value)] = value if same else Copy(value, dict(enumerate(items)))
-            return self._tuples[id(value)]
-        return value
+        if cls in COPIED and (len(value) <= _STATE or _is_looked_into(value)):
+            copy: Any = Copy(value)
+        elif issubclass(cls, tuple) and depth < _TUPLE_DEPTH and _is_looked_into(value):
+            items = [self._frozen(item, depth + 1) for item in contents(value)]
+            same = all(map(is_, items, contents(value)))
+            copy = value if same else Copy(value, dict(enumerate(items)))
+        else:
+            return value
+        self._copies[id(value)] = copy
+        return copy
 
     def tensor(self, value: Any, path: Path) -> None:
         """The visit of a tensor or generator. The constructor records these itself."""

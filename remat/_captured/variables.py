@@ -120,10 +120,6 @@ class Copy:
         if isinstance(source, defaultdict):
             self.make = partial(defaultdict, source.default_factory)
 
-    def is_of(self, now: Any) -> bool:
-        """Whether ``now`` is the container. A new one at the address of a freed one is taken for it, and filled."""
-        return type(now) is self.kind and id(now) == self.address
-
 
 def _holds_tensors(value: Any, depth: int = 3) -> bool:
     """Whether a value is a tensor, or a container with tensors or with other containers that have some."""
@@ -178,7 +174,9 @@ class bound:
         if old.kind not in COPIED:
             return self._tuple(old, now)
         if old not in self._containers:
-            container = self._containers[old] = now if old.is_of(now) else old.make()
+            # A new container at the address of a freed one is taken for it, and filled.
+            is_same = type(now) is old.kind and id(now) == old.address
+            container = self._containers[old] = now if is_same else old.make()
             if old.items is not None:
                 self._bind((Items if old.kind is list else Entries)(container, old.items, True), old)
         return self._containers[old]
