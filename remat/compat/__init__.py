@@ -21,16 +21,10 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from .._core.state import disable_remat as disable_checkpointing
+from .._core.state import is_recomputing
 from ._checkpoint import checkpoint, checkpoint_sequential
-from ._wrapper import (
-    apply_activation_checkpointing,
-    checkpoint_wrapper,
-    disable_checkpointing,
-    install,
-    is_checkpointing,
-    is_recomputing,
-    uninstall,
-)
+from ._wrapper import apply_activation_checkpointing, checkpoint_wrapper, install, is_checkpointing, uninstall
 
 __all__ = [
     "SAC_IGNORED_OPS", "CheckpointError", "CheckpointPolicy", "DefaultDeviceType", "GraphExecGroup",

@@ -14,7 +14,7 @@ import torch
 import torch.utils.checkpoint
 
 from .._core import private
-from .._core.state import disable_remat, is_recomputing, state
+from .._core.state import state
 from .._modules.eligible import check_module
 from .._modules.region_class import change_in_place
 from .._policy.policy import PolicyLike, as_policy
@@ -22,7 +22,6 @@ from .._region.options import checked_options
 from ..errors import shown
 from ._checkpoint import checkpoint
 
-__all__ = ["checkpoint_wrapper", "disable_checkpointing", "is_checkpointing", "is_recomputing"]
 M = TypeVar("M", bound=torch.nn.Module)
 
 
@@ -80,9 +79,6 @@ def is_checkpointing() -> bool:
         [(True, False), (False, True)]
     """
     return state.checkpointing or state.traced is not None
-
-
-disable_checkpointing = disable_remat
 
 
 def apply_activation_checkpointing(
@@ -148,9 +144,6 @@ def apply_activation_checkpointing(
         raise ValueError("check_fn, or auto_wrap_policy, chooses none of the model's submodules.")
 
 
-_ORIGINAL = private.original_checkpoint
-
-
 def install(policy: PolicyLike = None) -> AbstractContextManager[Any]:
     """Make programs that call ``torch.utils.checkpoint.checkpoint`` execute regions instead, without changing the code.
 
@@ -180,10 +173,10 @@ def install(policy: PolicyLike = None) -> AbstractContextManager[Any]:
     """
     as_policy(policy)
 
-    @functools.wraps(_ORIGINAL)
+    @functools.wraps(private.original_checkpoint)
     def installed(function: Any = None, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
         if not torch.compiler.is_dynamo_compiling() and private.traced_by_torch(function):
-            return _ORIGINAL(function, *args, use_reentrant=use_reentrant, **kwargs)
+            return private.original_checkpoint(function, *args, use_reentrant=use_reentrant, **kwargs)
         own: Any = {} if "context_fn" in kwargs or "policy" in kwargs else {"policy": policy}
         return checkpoint(function, *args, use_reentrant=False, **own, **kwargs)
 
@@ -195,15 +188,13 @@ def install(policy: PolicyLike = None) -> AbstractContextManager[Any]:
 
 def uninstall() -> None:
     """Restore torch's own function everywhere. Has no effect if nothing is installed."""
-    _replace_by(_ORIGINAL)
+    _replace_by(private.original_checkpoint)
 
 
 def _replace_by(new: Callable) -> None:
     """Replace it in all modules except torch's private ones and this package's, which need torch's own function."""
     old = torch.utils.checkpoint.checkpoint
-    if new is old:
-        return
-    private.let_dynamo_trace_checkpoint(new is not _ORIGINAL)
+    private.let_dynamo_trace_checkpoint(new is not private.original_checkpoint)
     for name, module in list(sys.modules.items()):
         if isinstance(module, ModuleType) and not name.startswith(("remat.", "torch._")):
             for key, value in list(vars(module).items()):
