@@ -172,10 +172,11 @@ class Captured:
         if (visit := visits[type(value)]) is not None:
             self._queue.append((visit, value, path))
 
-    def see_attributes(self, values: Iterable[tuple[Any, Any]], path: Path) -> None:
+    def see_all(self, values: Iterable[tuple[Any, Any]], path: Callable[[Any], Path]) -> None:
+        """See values by their names, or keys, of which ``path`` makes paths."""
         for name, value in values:
             if (visit := visits[type(value)]) is not None:
-                self._queue.append((visit, value, path.attribute(name)))
+                self._queue.append((visit, value, path(name)))
 
     def modules(self) -> list[tuple[Path, nn.Module]]:
         return [(path, value) for visit, value, path in self._queue if visit is Captured.module]
@@ -280,11 +281,11 @@ class Captured:
                 if not sharded and name != "_modules":
                     for value in items.values():
                         self.note(Entries, own := attributes(value), own, whole=True)
-                self.see_attributes(items.items(), path)
+                self.see_all(items.items(), path.attribute)
         own_state = [] if cls.__module__ == _FSDP1 else [each for each in state.items() if each[0] not in _BASE_STATE]
         hooks = [(name, state[name]) for name in ("_forward_hooks", "_forward_pre_hooks") if state.get(name)]
         seen = [*own_state, *hooks]
-        self.see_attributes([each for each in seen if not isinstance(each[1], Tensor)] if sharded else seen, path)
+        self.see_all([each for each in seen if not isinstance(each[1], Tensor)] if sharded else seen, path.attribute)
         if not sharded:
             then = state.copy()
             then.update({name: self._frozen(value) for name, value in own_state})
@@ -297,14 +298,13 @@ class Captured:
             self._attributes(attributes(value), path)
         values = {slot: read(slot, value) for slot in slots[cls]}
         self.note(Descriptors, value, values)
-        for slot, each in values.items():
-            self.see(each, path.attribute(slot.__name__))
+        self.see_all([(slot.__name__, each) for slot, each in values.items()], path.attribute)
         self.see(called(cls, "__call__"), path.attribute("__call__"))
 
     def _attributes(self, attributes: dict[str, Any], path: Path) -> None:
         items = attributes.copy()
         self.note(Entries, attributes, items, whole=True)
-        self.see_attributes(items.items(), path)
+        self.see_all(items.items(), path.attribute)
 
     def container(self, value: Any, path: Path) -> None:
         """The visit of a dict or list."""
@@ -315,8 +315,8 @@ class Captured:
         if (copy := self._copies.get(id(value))) is not None:
             copy.is_held = path.up is not None
             copy.items = {key: self._frozen(item) for key, item in items.items()}
-        for key, item in items.items() if _is_looked_into(items) else ():
-            self.see(item, path.item(key))
+        if _is_looked_into(items):
+            self.see_all(items.items(), path.item)
         if type(value) not in COPIED:
             if not is_library(type(value).__module__):
                 self.note(Entries if is_dict else Items, value, items, whole=True)
@@ -324,8 +324,7 @@ class Captured:
 
     def of_tuple(self, value: tuple[Any, ...], path: Path) -> None:
         if _is_looked_into(value):
-            for i, item in enumerate(contents(value)):
-                self.see(item, path.item(i))
+            self.see_all(enumerate(contents(value)), path.item)
 
 
 def _is_looked_into(container: Any) -> bool:
