@@ -294,8 +294,7 @@ class Captured:
 
     def instance(self, value: Any, path: Path) -> None:
         cls: Any = type(value)
-        if cls.__dictoffset__:
-            self._attributes(attributes(value), path)
+        self._attributes(attributes(value), path)
         values = {slot: read(slot, value) for slot in slots[cls]}
         self.note(Descriptors, value, values)
         self.see_all([(slot.__name__, each) for slot, each in values.items()], path.attribute)
