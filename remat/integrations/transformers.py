@@ -88,11 +88,10 @@ def enable(model: M, policy: PolicyLike = None, *, budget: Amount = None, batch:
     return model
 
 
+@functools.cache  # once
 def _patch_setter(cls: Any) -> None:
     """Patch the method in which all ways to enable checkpointing end. It would restore torch's checkpoint."""
     set_function = cls._set_gradient_checkpointing
-    if getattr(set_function, "is_ours", False):
-        return
 
     @functools.wraps(set_function)
     def set_region(self: Any, *args: Any, **settings: Any) -> None:
@@ -105,7 +104,6 @@ def _patch_setter(cls: Any) -> None:
                     if hasattr(each, "_gradient_checkpointing_func"):
                         each._gradient_checkpointing_func = region
 
-    set_region.is_ours = True  # type: ignore[attr-defined]
     cls._set_gradient_checkpointing = set_region
 
 
