@@ -22,7 +22,7 @@ from ._region.options import Options
 
 
 @private.skipped_unless_inlined  # if Dynamo breaks its graph in a region, the whole region runs here
-def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwargs: dict) -> Any:
+def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict) -> Any:
     """Call ``fn`` as a region, or as a plain function if nothing would be saved."""
     if torch.compiler.is_compiling():
         return compiled.call(fn, options, args, kwargs)
@@ -38,7 +38,6 @@ def call(fn: Callable, options: Options, known: Known | None, args: tuple, kwarg
     # transforms differentiate, but below them nothing can be recorded.
     if in_budget or private.tracing() or not torch.is_grad_enabled() or private.excludes_autograd():
         return fn(*args, **kwargs)
-    known = known or known_of(fn)
     # Without hooks the engine can't recompute. The other lowering raises an error only if something is differentiated.
     if private.transforms_active() or not hooks_are_allowed():
         return functorch.call(fn, options, known, args, kwargs)
@@ -55,10 +54,9 @@ class Remat:
     """A rematerialized function: each call of it is a region."""
 
     def __init__(self, fn: Callable, options: Options, known: Known | None = None) -> None:
-        self._known = None  # an object made in a trace remembers nothing
         if not torch.compiler.is_compiling():
             functools.update_wrapper(self, fn)  # Dynamo can't trace it for all kinds of callables
-            self._known = known or known_of(fn)
+        self._known = known or known_of(fn)
         self._fn = fn
         self._options = options
 

@@ -259,8 +259,7 @@ class TracedRegion:
 
     def before(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, with their values before the first run."""
-        changed = self.changed
-        return [private.holding(changed[i]) if i in changed else t for i, t in enumerate(operands)]
+        return [private.holding(self.changed[i]) if i in self.changed else t for i, t in enumerate(operands)]
 
     def run(self, operands: Any, run: Run) -> list[torch.Tensor]:
         """Run the graph, and return the new tensors among the results."""
