@@ -162,9 +162,7 @@ class Captured:
             self.see(root, Root(root.__name__ if type(root) is FunctionType else "self"))
         # The list grows meanwhile and never shrinks, so the ids in `_seen` and `_copies` stay valid.
         for visit, value, path in islice(self._queue, _BUDGET):
-            if visit is Captured.tensor:
-                self.tensors.append((path, value))
-            elif id(value) not in self._seen:
+            if id(value) not in self._seen or visit is Captured.tensor:
                 self._seen.add(id(value))
                 visit(self, value, path)
 
@@ -205,7 +203,8 @@ class Captured:
         return copy
 
     def tensor(self, value: Any, path: Path) -> None:
-        """The visit of a tensor or generator. The constructor records these itself."""
+        """The visit of a tensor or generator, one for each path that leads to it."""
+        self.tensors.append((path, value))
 
     def function(self, fn: FunctionType, path: Path) -> None:
         names = names_of(fn)
