@@ -118,7 +118,6 @@ def apply_activation_checkpointing(
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"apply_activation_checkpointing takes a torch.nn.Module, got {type(model).__name__}.")
-    as_policy(policy)
     choose, torchs = private.activation_checkpointing()
     wrap: Callable[..., torch.nn.Module] = functools.partial(checkpoint_wrapper, policy=policy)
     settings = dict(getattr(checkpoint_wrapper_fn, "keywords", {}))
