@@ -74,7 +74,7 @@ class _Planner:
         longest = max([len(self._items), *(len(item.items) for item in self._every)])
         self._longest_row = 2 * math.isqrt(longest) + 1 if self._is_free else 0
         solver = Solver()
-        without = int(solver.plans(solver.list_of([item for item in self._every if not item.items])).peak)
+        without = int(solver.list_of([item for item in self._every if not item.items]).plans.peak)
         if isinstance(loss, torch.Tensor):
             without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
         self.without = _agreed(without)  # the peak without regions
@@ -133,7 +133,7 @@ class _Planner:
         for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
             solver = Solver(self._longest_row, _ABOVE * amount)
             items = solver.list_of(self._with_options(shared))
-            plans, number = solver.plans(items), solver.cheapest(items, amount)
+            plans, number = items.plans, solver.cheapest(items, amount)
             cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
             found[shared] = (number < 0, cost), solver, items
         order = _agreed(sorted(found, key=lambda shared: found[shared][0]))
@@ -160,7 +160,7 @@ class _Planner:
                 self._with_options(shared)
                 number, peak, planned = self._fitting(solver, items, amount, others)
                 if number >= 0:
-                    plans, predicted = solver.plans(items), max(0, solver.cheapest(items, amount))
+                    plans, predicted = items.plans, max(0, solver.cheapest(items, amount))
                     number = min(number, len(plans.peak) - 1)  # the plans of another process may be fewer
                     costs = int(plans.flops[number]), float(plans.cost[number]), float(plans.cost[predicted])
                     return self._made(amount, peak, planned, costs)
@@ -173,7 +173,7 @@ class _Planner:
         self, solver: Solver, items: List, amount: int, others: Sequence[Program]
     ) -> tuple[int, int, tuple[RegionPlan, ...]]:
         """Return the dearest plan that fits: its number, its measured peak, and its regions; or -1 and the least."""
-        plans = solver.plans(items)
+        plans = items.plans
         last = len(plans.peak) - 1
         aim, low, high = amount, -1, last + 1  # the dearest plan that fits, the cheapest one that doesn't
         measured: dict[int, tuple[int, tuple[RegionPlan, ...]]] = {}
@@ -193,7 +193,7 @@ class _Planner:
 
     def _made(self, amount: int, peak: int, planned: tuple[RegionPlan, ...], costs: tuple[int, float, float]) -> Plan:
         solver = Solver(self._longest_row, most_plans=_POINTS)
-        curve = solver.plans(solver.list_of(self._items))
+        curve = solver.list_of(self._items).plans
         points = tuple(zip(curve.peak.tolist(), curve.flops.tolist()))
         size = parameters_of(self._program.named_modules)
         costs, points, over = _agreed((costs, points, self._candidates.passed_over))

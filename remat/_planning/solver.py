@@ -67,7 +67,8 @@ class List:
         is_row: whether that region is around just these calls, so that no other region is around some of them.
         is_silent: whether nothing in it is kept, so that a recompute does not run it.
         gradients: the bytes of gradients of parameters that its backward makes.
-        plans, ways: what the search has found.
+        ways: how its first items can run.
+        plans: the best of its plans.
     """
 
     item: Item | None
@@ -77,8 +78,8 @@ class List:
     is_row: bool
     is_silent: bool = True
     gradients: int = 0
-    plans: Plans | None = None
     ways: list[Way] = field(default_factory=list)
+    plans: Plans = field(init=False)
 
 
 class Solver:
@@ -87,10 +88,9 @@ class Solver:
     def __init__(self, longest_row: int = 0, limit: float = math.inf, most_plans: int = MOST_PLANS) -> None:
         self._longest_row, self._limit, self._most_plans = longest_row, limit, most_plans
         self._lists: dict[tuple, List] = {}
-        self._numbers: dict[tuple, int] = {}  # of the signatures of items
 
     def list_of(self, items: Sequence[Item], wait: int = 0, is_inside: bool = False, is_row: bool = False) -> List:
-        """Return the list of these items."""
+        """Return the list of these items, with its plans."""
         key = wait, is_inside, is_row
         if key not in self._lists:
             zero = torch.zeros(1, dtype=torch.int64)
@@ -101,40 +101,27 @@ class Solver:
     def _with(self, items: Sequence[Item], rest: List) -> List:
         """Return the list of these items and then the rest."""
         for item in reversed(items):
-            key = self._number(item), id(rest)
-            if key not in self._lists:
+            key = item.signature, id(rest)
+            made = self._lists.get(key)
+            if made is None:
                 is_silent = rest.is_silent and item.call.module is None and not item.keep
                 gradients = rest.gradients + item.gradients
-                self._lists[key] = List(item, rest, rest.wait, rest.is_inside, rest.is_row, is_silent, gradients)
-            rest = self._lists[key]
+                made = List(item, rest, rest.wait, rest.is_inside, rest.is_row, is_silent, gradients)
+                made.plans = self._solve(made, item, rest)
+                self._lists[key] = made
+            rest = made
         return rest
-
-    def _number(self, item: Item) -> int:
-        """A number that is equal for items that the search can't tell apart."""
-        return self._numbers.setdefault(item.signature, len(self._numbers))
-
-    def plans(self, items: List) -> Plans:
-        """Return the plans of a list."""
-        todo = [items]
-        while todo[-1].plans is None and todo[-1].rest is not None:
-            todo.append(todo[-1].rest)
-        for each in reversed(todo):  # the shortest first
-            if each.plans is None:
-                each.plans = self._solve(each)
-        assert items.plans is not None
-        return items.plans
 
     def cheapest(self, items: List, peak: int) -> int:
         """The number of the cheapest plan up to a peak; -1 if there is none."""
-        return int(torch.searchsorted(self.plans(items).peak, peak, right=True)) - 1
+        return int(torch.searchsorted(items.plans.peak, peak, right=True)) - 1
 
-    def _solve(self, items: List) -> Plans:
-        item, rest = items.item, items.rest
-        assert item is not None and rest is not None
+    def _solve(self, items: List, item: Item, rest: List) -> Plans:
+        """Return the plans of a list, which begins with this item."""
         found: list[tuple[torch.Tensor, ...]] = []
         if item.items:  # as it is, with regions inside
             opened = self._with(item.items, rest)
-            plans = self.plans(opened)
+            plans = opened.plans
             way = torch.full_like(plans.peak, len(items.ways))
             items.ways.append(Way(None, None, None, opened))
             found.append((*plans[:3], way, torch.zeros_like(way), torch.arange(len(way))))
@@ -154,7 +141,7 @@ class Solver:
 
     def _simple(self, items: List, item: Item, rest: List) -> tuple[torch.Tensor, ...]:
         """The plans in which the first item runs by one of its options."""
-        plans, rows = self.plans(rest), []
+        plans, rows = rest.plans, []
         for option in item.options:
             cost, flops = option.recompute
             if items.is_inside:  # its forward is a part of a recompute, which ends at the last value that is kept
@@ -172,7 +159,7 @@ class Solver:
     def _region(self, items: List, region: Region, rest: List) -> tuple[torch.Tensor, ...]:
         """The plans in which a region with regions inside is around the first items."""
         inside = self.list_of(region.items, region.waiting, is_inside=True, is_row=len(region.calls) > 1)
-        inner, outer = self.plans(inside), self.plans(rest)
+        inner, outer = inside.plans, rest.plans
         inner_peak = (inner.peak + rest.gradients).clamp(min=region.forward + items.wait)
         outer_peak = outer.peak + region.given
         # For each peak the best plans of both.
@@ -209,7 +196,7 @@ class Solver:
         """Go through a plan of a list, for this chain: the calls, their way, and the number of the plan inside."""
         todo = list(reversed(chain))
         while todo:
-            plans = self.plans(items)
+            plans = items.plans
             way, inner = items.ways[int(plans.way[number])], int(plans.inner[number])
             calls = tuple(todo.pop() for _ in (way.region.calls if way.region else [None]))
             if way.region is None and way.option is None:
@@ -230,7 +217,7 @@ class Solver:
 
     def largest(self, items: List, number: int, chain: Sequence[Item]) -> tuple[Item, bool]:
         """Return the item of the chain that needs the peak of a plan, and whether it does in the backward."""
-        peak, kept = int(self.plans(items).peak[number]), 0
+        peak, kept = int(items.plans.peak[number]), 0
         for calls, way, inner in self._steps(items, number, chain):
             if way.option is not None:
                 backward = way.option.backward + way.rest.gradients
@@ -238,7 +225,7 @@ class Solver:
                     return calls[0], kept + backward >= peak
                 kept += way.option.keep
             elif way.inside is not None and way.region is not None:
-                if kept + int(self.plans(way.inside).peak[inner]) + way.rest.gradients >= peak:
+                if kept + int(way.inside.plans.peak[inner]) + way.rest.gradients >= peak:
                     return self.largest(way.inside, inner, Region(calls).items)[0], True
                 if kept + way.region.forward + items.wait >= peak:
                     return calls[0], False

@@ -101,7 +101,7 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
             best.append(value)
     solver = Solver(longest_row=9)
     chain = solver.list_of(items)
-    found = solver.plans(chain)
+    found = chain.plans
     assert list(zip(found.peak.tolist(), found.cost.tolist())) == best
     for number, (peak, _) in enumerate(best):
         assert solver.cheapest(chain, peak) == number and solver.cheapest(chain, best[0][0] - 1) == -1
