@@ -15,28 +15,19 @@ from typing import NamedTuple
 
 import torch
 
-from .items import NO_WORK, Item, Option, Work
+from .items import Item, Option
 
 MOST_PLANS = 2000  # of a list; others are left out, so that the search stays linear in the items
 
 
-class Region:
-    """A region with regions inside: around one call, or around calls that their container makes one after another."""
-
-    def __init__(self, calls: tuple[Item, ...]) -> None:
-        self.calls = calls
-        self.items = list(calls) if len(calls) > 1 else calls[0].items
-        self.given, self.waiting = calls[0].given, calls[-1].waiting
-        # Its forward keeps only the first call's arguments.
-        self.forward = max(call.bare + call.held + (self.given if i else 0) for i, call in enumerate(calls))
-        self.work = Work(sum(call.work.cost for call in calls), sum(call.work.flops for call in calls))
-
-
 class Way(NamedTuple):
-    """What happens to the first items of a list: the option of one, or a region around some and the list inside."""
+    """What happens to the first items of a list: the option of one, or a region around some and the list inside.
 
+    Without both, the items inside of the first one take its place.
+    """
+
+    size: int  # the number of these items
     option: Option | None
-    region: Region | None
     inside: List | None
     rest: List
 
@@ -82,6 +73,16 @@ class List:
     plans: Plans = field(init=False)
 
 
+def _inside(calls: Sequence[Item]) -> Sequence[Item]:
+    """The items inside of a region around one call, or around calls that their container makes one after another."""
+    return calls if len(calls) > 1 else calls[0].items
+
+
+def _forward(calls: Sequence[Item]) -> int:
+    """The most bytes in the forward of a region around these calls. It keeps only the first call's arguments."""
+    return max(call.bare + call.held + (calls[0].given if i else 0) for i, call in enumerate(calls))
+
+
 class Solver:
     """Finds the plans of lists of items, up to a peak. A region is around at most ``longest_row`` calls."""
 
@@ -123,17 +124,17 @@ class Solver:
             opened = self._with(item.items, rest)
             plans = opened.plans
             way = torch.full_like(plans.peak, len(items.ways))
-            items.ways.append(Way(None, None, None, opened))
+            items.ways.append(Way(1, None, None, opened))
             found.append((*plans[:3], way, torch.zeros_like(way), torch.arange(len(way))))
             if item.may_begin_region:
-                found.append(self._region(items, Region((item,)), rest))
+                found.append(self._region(items, [item], rest))
         calls, after = [item], rest
         in_row = item.may_begin_region and not items.is_row
         while in_row and after.item is not None and after.rest is not None and after.item.follows(calls[-1]):
             calls.append(after.item)
             after = after.rest
             if len(calls) <= self._longest_row:
-                found.append(self._region(items, Region(tuple(calls)), after))
+                found.append(self._region(items, calls, after))
         if item.options:
             found.append(self._simple(items, item, rest))
         columns = [torch.cat(column) for column in zip(*found)]
@@ -149,29 +150,31 @@ class Solver:
                 cost, flops = cost + again.cost, flops + again.flops
             need = max(option.forward + items.wait, option.backward + rest.gradients)
             rows.append((option.keep, need, cost, flops, len(items.ways)))
-            items.ways.append(Way(option, None, None, rest))
+            items.ways.append(Way(1, option, None, rest))
         keeps, needs, costs, counts, ways = (torch.tensor(column).unsqueeze(1) for column in zip(*rows))
         peak = torch.maximum(plans.peak + keeps, needs)
         number = torch.arange(len(plans.peak)).expand_as(peak)
         found = peak, plans.cost + costs, plans.flops + counts, ways.expand_as(peak), torch.zeros_like(peak), number
         return tuple(column.flatten() for column in found)
 
-    def _region(self, items: List, region: Region, rest: List) -> tuple[torch.Tensor, ...]:
+    def _region(self, items: List, calls: Sequence[Item], rest: List) -> tuple[torch.Tensor, ...]:
         """The plans in which a region with regions inside is around the first items."""
-        inside = self.list_of(region.items, region.waiting, is_inside=True, is_row=len(region.calls) > 1)
+        inside = self.list_of(_inside(calls), calls[-1].waiting, is_inside=True, is_row=len(calls) > 1)
         inner, outer = inside.plans, rest.plans
-        inner_peak = (inner.peak + rest.gradients).clamp(min=region.forward + items.wait)
-        outer_peak = outer.peak + region.given
+        inner_peak = (inner.peak + rest.gradients).clamp(min=_forward(calls) + items.wait)
+        outer_peak = outer.peak + calls[0].given
         # For each peak the best plans of both.
         peak = torch.unique(torch.cat([inner_peak, outer_peak]))
         i = torch.searchsorted(inner_peak, peak, right=True) - 1
         j = torch.searchsorted(outer_peak, peak, right=True) - 1
         possible = (i >= 0) & (j >= 0)
         peak, i, j = peak[possible], i[possible], j[possible]
-        again = region.work if items.is_inside and not rest.is_silent else NO_WORK
-        cost, flops = inner.cost[i] + outer.cost[j] + again.cost, inner.flops[i] + outer.flops[j] + again.flops
+        cost, flops = inner.cost[i] + outer.cost[j], inner.flops[i] + outer.flops[j]
+        if items.is_inside and not rest.is_silent:  # its forward is a part of a recompute
+            cost += sum(call.work.cost for call in calls)
+            flops += sum(call.work.flops for call in calls)
         way = torch.full_like(peak, len(items.ways))
-        items.ways.append(Way(None, region, inside, rest))
+        items.ways.append(Way(len(calls), None, inside, rest))
         return peak, cost, flops, way, i, j
 
     def _pareto(self, columns: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -196,13 +199,12 @@ class Solver:
         """Go through a plan of a list, for this chain: the calls, their way, and the number of the plan inside."""
         todo = list(reversed(chain))
         while todo:
-            plans = items.plans
-            way, inner = items.ways[int(plans.way[number])], int(plans.inner[number])
-            calls = tuple(todo.pop() for _ in (way.region.calls if way.region else [None]))
-            if way.region is None and way.option is None:
+            way = items.ways[int(items.plans.way[number])]
+            calls = tuple(todo.pop() for _ in range(way.size))
+            if way.option is None and way.inside is None:
                 todo += reversed(calls[0].items)
-            yield calls, way, inner
-            number, items = int(plans.rest[number]), way.rest
+            yield calls, way, int(items.plans.inner[number])
+            number, items = int(items.plans.rest[number]), way.rest
 
     def chosen(self, items: List, number: int, chain: Sequence[Item]) -> list[Planned]:
         """Return the regions of a plan of this chain, each followed by those inside of it."""
@@ -211,7 +213,7 @@ class Solver:
             if way.option is not None and way.option.steps is not None:
                 found.append((calls, way.option, False))
             elif way.inside is not None:
-                inside = self.chosen(way.inside, inner, Region(calls).items)
+                inside = self.chosen(way.inside, inner, _inside(calls))
                 found += [(calls, None, bool(inside)), *inside]
         return found
 
@@ -224,10 +226,10 @@ class Solver:
                 if kept + max(backward, way.option.forward + items.wait) >= peak:
                     return calls[0], kept + backward >= peak
                 kept += way.option.keep
-            elif way.inside is not None and way.region is not None:
+            elif way.inside is not None:
                 if kept + int(way.inside.plans.peak[inner]) + way.rest.gradients >= peak:
-                    return self.largest(way.inside, inner, Region(calls).items)[0], True
-                if kept + way.region.forward + items.wait >= peak:
+                    return self.largest(way.inside, inner, _inside(calls))[0], True
+                if kept + _forward(calls) + items.wait >= peak:
                     return calls[0], False
-                kept += way.region.given
+                kept += calls[0].given
         raise AssertionError("no item of the plan has its peak")
