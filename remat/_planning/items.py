@@ -147,8 +147,6 @@ class _Lifetimes:
     def __init__(self, trace: Trace, calls: Sequence[Call]) -> None:
         self._trace = trace
         self._times = [operation.time for operation in trace.operations]
-        self._costs = [0.0, *accumulate(operation.cost for operation in trace.operations)]
-        self._flops = [0, *accumulate(operation.flops for operation in trace.operations)]
         self._gradients_made = sorted(trace.gradients)
         self._saved_times = [time for time, _ in trace.saved]
         self._set_keepers(calls)
@@ -196,11 +194,13 @@ class _Lifetimes:
         for time, memory in self._trace.saved[i:j]:
             if memory.kept >= call.start:
                 saved.setdefault(id(memory), (time, memory))
-        item.work = self._work(first, last)
+        item.work = _work(operations)
         item.keep = sum(memory.nbytes for _, memory in saved.values() if memory.kept < call.end)
         made = self._gradients_made[slice(*(bisect_left(self._gradients_made, (t, 0)) for t in (call.start, call.end)))]
         item.gradients = sum(nbytes for _, nbytes in made)
-        waiting = self._waiting(call.end, last)
+        # The gradients that are alive when the backward has come back to its end, by their memory.
+        alive = [m.gradient_at(call.end) for m in self._gradients[last] if m.made < call.end <= m.last]
+        waiting = {id(memory): memory.nbytes for memory in alive}
         item.waiting = sum(waiting.values())
         item.given = sum(memory.nbytes for memory in call.given if memory.kept >= call.start)
         results = {id(memory) for memory in call.results}
@@ -214,7 +214,7 @@ class _Lifetimes:
             spans = [(m.made, math.inf if id(m) in saved else m.freed, m.nbytes) for m in (*before, *own)]
             forward = max(item.keep, _most(spans, item))
             backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
-            ends = self._work(first, self._index(self._saved_times[j - 1]) if j > i else first)
+            ends = _work([operation for operation in operations if j > i and operation.time < self._saved_times[j - 1]])
             item.plain = item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
         parameters = () if call.module is None else call.module.parameters()
         item.key = (
@@ -224,14 +224,6 @@ class _Lifetimes:
             call.differentiable,
             hash(tuple(operation.key for operation in operations)),
         )
-
-    def _work(self, first: int, last: int) -> Work:
-        return Work(self._costs[last] - self._costs[first], self._flops[last] - self._flops[first])
-
-    def _waiting(self, time: float, index: int) -> dict[int, int]:
-        """The gradients that are alive when the backward has come back to a time: their bytes, by memory."""
-        found = [memory.gradient_at(time) for memory in self._gradients[index] if memory.made < time <= memory.last]
-        return {id(memory): memory.nbytes for memory in found}
 
     def _backward(
         self, operations: Sequence[Operation], saved: dict[int, tuple[int, Memory]], made: Sequence[tuple[int, int]]
@@ -248,6 +240,10 @@ class _Lifetimes:
             wholes = [memory.gradient_at(time) for memory in near if memory.has_gradient]
             most = max(most, now + sum({id(memory): memory.nbytes for memory in wholes}.values()))
         return most
+
+
+def _work(operations: Sequence[Operation]) -> Work:
+    return Work(sum(operation.cost for operation in operations), sum(operation.flops for operation in operations))
 
 
 def _most(spans: Iterable[tuple[int, float, int]], item: Item) -> int:
