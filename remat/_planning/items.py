@@ -87,17 +87,11 @@ class Item:
     operators: tuple[str, ...] = ()
 
     @property
-    def may_begin_region(self) -> bool:
-        """Whether a region may begin with it: it leaves its arguments as they are."""
-        return not self.call.overwrites
-
-    @property
     def signature(self) -> tuple:
         """Equal for items that the search can't tell apart."""
-        numbers = self.keep, self.gradients, self.waiting, self.beside, self.held, self.given
-        in_row = self.call.container is not None
-        inside = tuple(item.signature for item in self.items)
-        return self.key, numbers, in_row, self.may_begin_region, tuple(self.options), inside
+        numbers = self.keep, self.gradients, self.waiting, self.held, self.given
+        place = self.call.container is not None, self.call.overwrites
+        return self.key, numbers, place, tuple(self.options), tuple(item.signature for item in self.items)
 
     def follows(self, other: Item) -> bool:
         """Whether a ``Sequential`` calls it just after another one, with the other's result."""
@@ -111,14 +105,14 @@ class Item:
             yield from item.everything()
 
 
-def chain_of(trace: Trace, candidates: Candidates) -> list[Item]:
-    """Return the items of the whole forward, with their costs and bytes."""
+def chain_of(trace: Trace, candidates: Candidates) -> tuple[list[Item], list[Item]]:
+    """Return the items of the whole forward, with their costs and bytes, and these together with all inside of them."""
     items = _chain(trace, trace.root, candidates)
     every = [item for each in items for item in each.everything()]
     memory = _Lifetimes(trace, [item.call for item in every])
     for item in every:
         memory.fill(item)
-    return items
+    return items, every
 
 
 def _chain(trace: Trace, call: Call, candidates: Candidates) -> list[Item]:

@@ -69,8 +69,7 @@ class _Planner:
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             warn(NOT_DIFFERENTIATED)
         self._candidates = Candidates(trace, program.named_modules, only)
-        self._items = chain_of(trace, self._candidates)
-        self._every = [item for each in self._items for item in each.everything()]
+        self._items, self._every = chain_of(trace, self._candidates)
         longest = max([len(self._items), *(len(item.items) for item in self._every)])
         self._longest_row = 2 * math.isqrt(longest) + 1 if self._is_free else 0
         solver = Solver()

@@ -126,10 +126,10 @@ class Solver:
             way = torch.full_like(plans.peak, len(items.ways))
             items.ways.append(Way(1, None, None, opened))
             found.append((*plans[:3], way, torch.zeros_like(way), torch.arange(len(way))))
-            if item.may_begin_region:
+            if not item.call.overwrites:
                 found.append(self._region(items, [item], rest))
         calls, after = [item], rest
-        in_row = item.may_begin_region and not items.is_row
+        in_row = not (item.call.overwrites or items.is_row)
         while in_row and after.item is not None and after.rest is not None and after.item.follows(calls[-1]):
             calls.append(after.item)
             after = after.rest

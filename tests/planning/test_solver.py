@@ -54,10 +54,10 @@ def plans(items: Sequence[Item], in_row: bool = False) -> Iterator[list[Entry]]:
         yield from ([([first], option), *plan] for plan in plans(rest, in_row))
     if first.items:
         yield from plans([*first.items, *rest], in_row)
-        for inner in plans(first.items) if first.may_begin_region else ():
+        for inner in plans(first.items) if not first.call.overwrites else ():
             yield from ([([first], inner), *plan] for plan in plans(rest, in_row))
     n = 1
-    while first.may_begin_region and not in_row and n < len(items) and items[n].follows(items[n - 1]):
+    while not (first.call.overwrites or in_row) and n < len(items) and items[n].follows(items[n - 1]):
         n += 1
         for inner in plans(items[:n], in_row=True):
             yield from ([(list(items[:n]), inner), *plan] for plan in plans(items[n:]))
