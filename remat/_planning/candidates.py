@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -34,13 +33,11 @@ class Candidates:
         for call in calls:
             if self.is_shared(call):
                 call.container = None  # it can't be in a region with the next ones
-        self._saved = trace.saved
-        self._times = [time for time, _ in trace.saved]
+        self._trace = trace
         self._whole = self._bytes_saved(trace.root)
 
     def _bytes_saved(self, call: Call) -> int:
-        i, j = (bisect_left(self._times, time) for time in (call.start, call.end))
-        return sum({id(memory): memory.nbytes for _, memory in self._saved[i:j]}.values())
+        return sum({id(memory): memory.nbytes for _, memory in self._trace.saved_in(call)}.values())
 
     def is_shared(self, call: Call) -> bool:
         """Whether the module of a call is called more than once, so that all its calls do the same."""

@@ -129,8 +129,7 @@ def _chain(trace: Trace, call: Call, candidates: Candidates) -> list[Item]:
             found += calls
     starts = [call.start, *(item.call.end for item in found)]
     ends = [*(item.call.start for item in found), call.end]
-    times = [operation.time for operation in trace.operations]
-    parts = [Call(None, a, b) for a, b in zip(starts, ends) if bisect_left(times, a) < bisect_left(times, b)]
+    parts = [Call(None, a, b) for a, b in zip(starts, ends) if trace.index(a) < trace.index(b)]
     between = [Item(part, can_be_region=False) for part in parts]
     return sorted([*found, *between], key=lambda item: item.call.start)
 
@@ -140,9 +139,7 @@ class _Lifetimes:
 
     def __init__(self, trace: Trace, calls: Sequence[Call]) -> None:
         self._trace = trace
-        self._times = [operation.time for operation in trace.operations]
         self._gradients_made = sorted(trace.gradients)
-        self._saved_times = [time for time, _ in trace.saved]
         self._set_keepers(calls)
         count = len(trace.operations) + 1
         self._alive = self._spans(count, [(memory.made, memory.freed, memory) for memory in trace.memory])
@@ -170,22 +167,17 @@ class _Lifetimes:
         """For each number of operations that have run: the memory whose span includes the start of the next one."""
         found: list[list[Memory]] = [[] for _ in range(count)]
         for start, end, memory in spans:
-            for i in range(self._index(start + 1), min(self._index(end), count - 1) + 1):
+            for i in range(self._trace.index(start + 1), min(self._trace.index(end), count - 1) + 1):
                 found[i].append(memory)
         return found
-
-    def _index(self, time: float) -> int:
-        """The number of operations before a time."""
-        return bisect_left(self._times, time)
 
     def fill(self, item: Item) -> None:
         """Compute the costs and bytes of an item."""
         call = item.call
-        first, last = self._index(call.start), self._index(call.end)
+        first, last = self._trace.index(call.start), self._trace.index(call.end)
         operations = self._trace.operations[first:last]
         saved: dict[int, tuple[int, Memory]] = {}
-        i, j = bisect_left(self._saved_times, call.start), bisect_left(self._saved_times, call.end)
-        for time, memory in self._trace.saved[i:j]:
+        for time, memory in self._trace.saved_in(call):
             if memory.kept >= call.start:
                 saved.setdefault(id(memory), (time, memory))
         item.work = _work(operations)
@@ -208,7 +200,8 @@ class _Lifetimes:
             spans = [(m.made, math.inf if id(m) in saved else m.freed, m.nbytes) for m in (*before, *own)]
             forward = max(item.keep, _most(spans, item))
             backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
-            ends = _work([operation for operation in operations if j > i and operation.time < self._saved_times[j - 1]])
+            end = max([time for time, _ in self._trace.saved_in(call)], default=call.start)
+            ends = _work([operation for operation in operations if operation.time < end])
             item.plain = item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
         parameters = () if call.module is None else call.module.parameters()
         item.key = (
@@ -216,7 +209,7 @@ class _Lifetimes:
             tuple((p.nbytes, p.requires_grad) for p in parameters),
             tuple((memory.nbytes, memory.has_gradient) for memory in call.given),
             call.differentiable,
-            hash(tuple(operation.key for operation in operations)),
+            hash(tuple((op.func, op.flops, *(memory.nbytes for memory in op.made)) for op in operations)),
         )
 
     def _backward(
@@ -229,7 +222,7 @@ class _Lifetimes:
             now = sum(m.nbytes for when, m in saved.values() if when < time or m in operation.made)
             now += sum(nbytes for when, nbytes in made if when >= time)
             now += operation.backward_kernel
-            spans = self._gradients[self._index(time)]
+            spans = self._gradients[self._trace.index(time)]
             near = [m for m in spans if m.made <= time and m.last > time] + operation.made + operation.reads
             wholes = [memory.gradient_at(time) for memory in near if memory.has_gradient]
             most = max(most, now + sum({id(memory): memory.nbytes for memory in wholes}.values()))

@@ -199,14 +199,13 @@ class _Planner:
         return Plan(amount, peak, self.without, *costs, planned, points, over, self._cost, size)
 
     def _region(self, calls: Sequence[Item], option: Option | None, has_regions: bool) -> RegionPlan:
-        first = calls[0].call
-        name, module, children = self._name(calls[0]), first.module, None
+        first, children = calls[0].call, None
+        module: Any = first.module
         if len(calls) > 1:
             module, children = first.container, (first.index, first.index + len(calls))
-            name = self._candidates.names[id(module.__dict__)]
-        elif option is None and isinstance(module, nn.Sequential) and is_sequence(module):
+        elif option is None and is_sequence(module):
             children = 0, len(module)
-        kind = type(module).__name__
+        name, kind = self._candidates.names[id(module.__dict__)], type(module).__name__
         if option is None:
             works = [call.work for call in calls]
             if not has_regions and calls[-1].plain:  # its recompute ends at the last value that the last call saves

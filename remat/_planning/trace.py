@@ -6,9 +6,11 @@ Hooks drop what autograd saves, so the forward takes the memory of inference. Ti
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -46,11 +48,10 @@ class Memory:
 class Operation:
     """An operation with its costs, and what it reads and makes."""
 
-    def __init__(self, time: int, flops: int, cost: float) -> None:
-        self.time, self.flops, self.cost = time, flops, cost
+    def __init__(self, func: Any, time: int, flops: int, cost: float) -> None:
+        self.func, self.time, self.flops, self.cost = func, time, flops, cost
         self.reads: list[Memory] = []
         self.made: list[Memory] = []
-        self.key: tuple = ()  # equal for operations that do the same
         self.backward_kernel = 0  # the bytes that the kernel of its backward takes for itself
 
 
@@ -98,13 +99,22 @@ class Trace(PeakMemory):
         """The gradients of parameters: the time of the last read, after which the backward makes one, and its bytes."""
         return [(time, self._parameters[key]) for key, time in self._reads.items()]
 
+    def index(self, time: float) -> int:
+        """The number of operations before a time."""
+        return bisect_left(self.operations, time, key=attrgetter("time"))
+
+    def saved_in(self, call: Call) -> list[tuple[int, Memory]]:
+        """What autograd saves in a call, with its times."""
+        i, j = (bisect_left(self.saved, time, key=itemgetter(0)) for time in (call.start, call.end))
+        return self.saved[i:j]
+
     def memory_of(self, tensor: torch.Tensor) -> Memory | None:
         """The memory of a tensor, if the forward has made it."""
         return self._alive.get(id(tensor.untyped_storage())) if tensor.layout is torch.strided else None
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         now, cost = self._tick(), cost_of(self._cost, facts_of(func), args, kwargs, result)
-        operation, has_gradient = Operation(now, flops(func, args, kwargs, result), cost), False
+        operation, has_gradient = Operation(func, now, flops(func, args, kwargs, result), cost), False
         self.operations.append(operation)
         for storage, tensor in strided((args, kwargs)):
             key = id(storage)
@@ -129,7 +139,6 @@ class Trace(PeakMemory):
                 memory.whole = operation.made[0]
         if func is _CONVOLUTION and has_gradient:
             operation.backward_kernel = self._kernel_of_convolution(args, result)
-        operation.key = func, operation.flops, tuple(memory.nbytes for memory in operation.made)
 
     def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
         memory = self._alive[id(storage)] = Memory(storage, tuple(tensor.shape), (func, self._calls[-1]), self._now)
