@@ -18,6 +18,7 @@ from ._measure.comparison import CheckResult, Difference, checked
 from ._measure.costs import AS_WRITTEN, WITHOUT, Costs, Report, Share, distinct, measured
 from ._measure.program import FROZEN, NOT_DIFFERENTIATED, Program, Way, check_surroundings, relative_times
 from ._modules.region_class import regions, regions_of
+from ._planning.plan import options_of
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, Policy, PolicyLike, as_policy
 from ._policy.warnings import Warned
@@ -214,7 +215,7 @@ def _way(program: Program, policy: Any, where: Any, own: bool, warned: Warned) -
     """Run the program under a policy or a plan. ``own``: its own regions get the policy."""
     if isinstance(policy, str):
         plan = plan_for(program, policy.removeprefix(_BUDGET), _PLANNED_BY)
-        chosen = {program.named_modules[name]: options for name, options in plan.options().items()}
+        chosen = {program.named_modules[name]: each for name, each in options_of(plan.regions, plan.cost).items()}
         return Way(program.fn, partial(regions, chosen))
     if own:
         return Way(program.fn, partial(overriding, policy=as_policy(policy), warned=warned))

@@ -16,7 +16,7 @@ from ._core.signatures import accepts, lists_arguments
 from ._measure.program import FROZEN, Program, check_surroundings, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
-from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded
+from ._planning.plan import BlockBudget, BlockChoice, Plan, RegionPlan, loaded, options_of
 from ._planning.planner import plan_for
 from ._policy.policy import Budget, PolicyLike
 from ._region.options import DeterminismCheck, Options, checked_options
@@ -193,7 +193,7 @@ def budget(
             raise TypeError("more_batches= takes no where=: give the batch that needs the most memory as arguments.")
         chosen = chosen_modules(program.named_modules, where)
         blocks = BlockBudget(**vars(plan_for(program, amount, cost, only=[module for _, module in chosen])))
-        found = blocks.options()
+        found = options_of(blocks.regions, cost)
         for name, module in chosen:
             change_in_place(module, found.get(name) or Options(policy=policy, name=name))  # it may not have been called
         return blocks

@@ -185,10 +185,6 @@ class Plan:
         with open(path, "w") as file:
             json.dump({**asdict(self), "format": _FORMAT}, file)
 
-    def options(self) -> dict[str, Options]:
-        """Return the options of the modules that are regions, or some of whose modules are, by name."""
-        return options_of(self.regions, self.cost)
-
     def apply(self, named: Mapping[str, nn.Module], same_size: bool = False) -> None:
         """Make the regions of the plan, in place. All others that were made in place are undone.
 
@@ -214,7 +210,7 @@ class Plan:
             )
         for module in named.values():
             change_back(module)
-        for name, options in self.options().items():
+        for name, options in options_of(self.regions, self.cost).items():
             change_in_place(named[name], options)
 
 
