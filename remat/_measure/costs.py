@@ -248,21 +248,22 @@ class Report:
         best = self.pareto if self.policies else []  # else there is no choice
         device = any(row.device_peak_bytes is not None for row in self.rows)
         timed = any(row.time is not None for row in self.rows)
-        head = ["", "saved", "peak", *(["peak of the allocator"] * device), "FLOPs recomputed", ""]
-        if self.objective is not None:
-            head.append(f"recompute{UNITS.get(str(self.objective), ', by the cost')}")
-        table = [[*head, *(["time"] * timed), ""]]
+        cost = "" if self.objective is None else f"recompute{UNITS.get(str(self.objective), ', by the cost')}"
+        allocator, time = "peak of the allocator" if device else "", "time" if timed else ""
+        table = [("", "saved", "peak", allocator, "FLOPs recomputed", "", cost, time, "")]  # less the empty columns
         for row in self.rows:
-            cells = [row.label, size_text(row.saved_bytes), size_text(row.peak_bytes)]
-            if device:
-                cells.append("" if row.device_peak_bytes is None else size_text(row.device_peak_bytes))
-            share = percent_text(row.recomputed_flops, self.plain.flops)
-            cells += [flops_text(row.recomputed_flops), share]
-            if self.objective is not None:
-                cells.append(number_text(row.cost - self.plain.cost))
-            if timed:
-                cells.append("" if row.time is None else f"x {row.time:.2f}")
-            table.append([*cells, "saves more than without remat" if self._saves_more(row) else "*" * (row in best)])
+            cells = (
+                row.label,
+                size_text(row.saved_bytes),
+                size_text(row.peak_bytes),
+                "" if row.device_peak_bytes is None else size_text(row.device_peak_bytes),
+                flops_text(row.recomputed_flops),
+                percent_text(row.recomputed_flops, self.plain.flops),
+                number_text(row.cost - self.plain.cost) if cost else "",
+                "" if row.time is None else f"x {row.time:.2f}",
+                "saves more than without remat" if self._saves_more(row) else "*" * (row in best),
+            )
+            table.append(cells)
         lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, "<")]
         if best:
             lines.append(f"* no other row has a lower peak without {'taking longer' if timed else 'recomputing more'}")

@@ -121,9 +121,8 @@ def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
 def gc_disabled() -> Iterator[None]:
     """Collect garbage, then disable the collector in the context, so that only reference counts free memory."""
     was_enabled = gc.isenabled()
-    if was_enabled:
-        gc.collect()
-        gc.disable()
+    gc.collect()
+    gc.disable()
     try:
         yield
     finally:
