@@ -72,8 +72,7 @@ class _Planner:
         self._items, self._every = chain_of(trace, self._candidates)
         longest = max([len(self._items), *(len(item.items) for item in self._every)])
         self._longest_row = 2 * math.isqrt(longest) + 1 if self._is_free else 0
-        solver = Solver()
-        without = int(solver.list_of([item for item in self._every if not item.items]).plans.peak)
+        without = int(Solver().list_of([item for item in self._every if not item.items]).plans.peak)
         if isinstance(loss, torch.Tensor):
             without += 2 * loss.nbytes  # the loss and its gradient live until the end of the backward
         self.without = _agreed(without)  # the peak without regions
@@ -123,23 +122,20 @@ class _Planner:
     def _name(self, item: Item) -> str:
         return self._candidates.names[id(item.call.module.__dict__)]
 
-    def _searches(self, amount: int) -> Iterator[tuple[bool, Solver, List]]:
+    def _searches(self, amount: int) -> Iterator[tuple[bool, List]]:
         """Find the plans up to the amount, without and with regions for shared modules: the better ones first.
 
         Then those that keep the least everywhere: of plans with equal predicted peaks they may need less than others.
         """
-        found: dict[bool, tuple[tuple[bool, float], Solver, List]] = {}
+        found: dict[bool, tuple[tuple[bool, float], List]] = {}
         for shared in {False, self._is_free and any(self._candidates.is_shared(item.call) for item in self._every)}:
-            solver = Solver(self._longest_row, _ABOVE * amount)
-            items = solver.list_of(self._with_options(shared))
-            plans, number = items.plans, solver.cheapest(items, amount)
-            cost = float(plans.cost[number] if number >= 0 else plans.peak[0])
-            found[shared] = (number < 0, cost), solver, items
+            items = Solver(self._longest_row, _ABOVE * amount).list_of(self._with_options(shared))
+            number = items.cheapest(amount)
+            cost = float(items.plans.cost[number] if number >= 0 else items.plans.peak[0])
+            found[shared] = (number < 0, cost), items
         order = _agreed(sorted(found, key=lambda shared: found[shared][0]))
-        yield from ((shared, *found[shared][1:]) for shared in order)
-        for shared in order:
-            least = Solver(self._longest_row, 0)
-            yield shared, least, least.list_of(self._with_options(shared))
+        yield from ((shared, found[shared][1]) for shared in order)
+        yield from ((shared, Solver(self._longest_row, 0).list_of(self._with_options(shared))) for shared in order)
 
     def plan(self, amount: int, others: Sequence[Program]) -> Plan:
         """Return the plan with the lowest cost whose measured peak is within the amount, also for the others.
@@ -155,32 +151,30 @@ class _Planner:
                 return self._made(amount, peak, (), (0, 0.0, 0.0))
         while True:
             failures = []
-            for shared, solver, items in self._searches(amount):
+            for shared, items in self._searches(amount):
                 self._with_options(shared)
-                number, peak, planned = self._fitting(solver, items, amount, others)
+                number, peak, planned = self._fitting(items, amount, others)
                 if number >= 0:
-                    plans, predicted = items.plans, max(0, solver.cheapest(items, amount))
+                    plans, predicted = items.plans, max(0, items.cheapest(amount))
                     number = min(number, len(plans.peak) - 1)  # the plans of another process may be fewer
                     costs = int(plans.flops[number]), float(plans.cost[number]), float(plans.cost[predicted])
                     return self._made(amount, peak, planned, costs)
-                failures.append((peak, *solver.largest(items, 0, self._items)))
+                failures.append((peak, *items.largest(0, self._items)))
             least = min(failures, key=lambda failure: failure[0])
             if not self.measure(least[0]):  # calls that are too large for the amount may lower the least
                 raise RematError(self._too_little(amount, *least))
 
-    def _fitting(
-        self, solver: Solver, items: List, amount: int, others: Sequence[Program]
-    ) -> tuple[int, int, tuple[RegionPlan, ...]]:
+    def _fitting(self, items: List, amount: int, others: Sequence[Program]) -> tuple[int, int, tuple[RegionPlan, ...]]:
         """Return the dearest plan that fits: its number, its measured peak, and its regions; or -1 and the least."""
         plans = items.plans
         last = len(plans.peak) - 1
         aim, low, high = amount, -1, last + 1  # the dearest plan that fits, the cheapest one that doesn't
         measured: dict[int, tuple[int, tuple[RegionPlan, ...]]] = {}
         for rounds in reversed(range(_ROUNDS)):
-            number = _agreed(min(max(solver.cheapest(items, aim), 0), high - 1) if rounds or low >= 0 else 0)
+            number = _agreed(min(max(items.cheapest(aim), 0), high - 1) if rounds or low >= 0 else 0)
             if number <= low:
                 break
-            chosen = solver.chosen(items, min(number, last), self._items)
+            chosen = items.chosen(min(number, last), self._items)
             planned = _agreed(tuple(self._region(*each) for each in chosen))
             peak = _agreed(self._peak(planned, others))
             if peak > amount and not measured:  # the first run of a kernel may take memory for later ones
@@ -191,8 +185,7 @@ class _Planner:
         return (low, *measured[max(low, 0)])
 
     def _made(self, amount: int, peak: int, planned: tuple[RegionPlan, ...], costs: tuple[int, float, float]) -> Plan:
-        solver = Solver(self._longest_row, most_plans=_POINTS)
-        curve = solver.list_of(self._items).plans
+        curve = Solver(self._longest_row, most_plans=_POINTS).list_of(self._items).plans
         points = tuple(zip(curve.peak.tolist(), curve.flops.tolist()))
         size = parameters_of(self._program.named_modules)
         costs, points, over = _agreed((costs, points, self._candidates.passed_over))

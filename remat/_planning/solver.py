@@ -47,6 +47,16 @@ class Plans(NamedTuple):
     rest: torch.Tensor
 
 
+def _inside(calls: Sequence[Item]) -> Sequence[Item]:
+    """The items inside of a region around one call, or around calls that their container makes one after another."""
+    return calls if len(calls) > 1 else calls[0].items
+
+
+def _forward(calls: Sequence[Item]) -> int:
+    """The most bytes in the forward of a region around these calls. It keeps only the first call's arguments."""
+    return max(call.bare + call.held + (calls[0].given if i else 0) for i, call in enumerate(calls))
+
+
 @dataclass(eq=False)
 class List:
     """Items that follow one another. Equal lists are one object.
@@ -72,15 +82,48 @@ class List:
     ways: list[Way] = field(default_factory=list)
     plans: Plans = field(init=False)
 
+    def cheapest(self, peak: int) -> int:
+        """The number of the cheapest plan up to a peak; -1 if there is none."""
+        return int(torch.searchsorted(self.plans.peak, peak, right=True)) - 1
 
-def _inside(calls: Sequence[Item]) -> Sequence[Item]:
-    """The items inside of a region around one call, or around calls that their container makes one after another."""
-    return calls if len(calls) > 1 else calls[0].items
+    def _steps(self, number: int, chain: Sequence[Item]) -> Iterator[tuple[tuple[Item, ...], Way, int]]:
+        """Go through a plan, for this chain: the calls, their way, and the number of the plan inside."""
+        items, todo = self, list(reversed(chain))
+        while todo:
+            way = items.ways[int(items.plans.way[number])]
+            calls = tuple(todo.pop() for _ in range(way.size))
+            if way.option is None and way.inside is None:
+                todo += reversed(calls[0].items)
+            yield calls, way, int(items.plans.inner[number])
+            number, items = int(items.plans.rest[number]), way.rest
 
+    def chosen(self, number: int, chain: Sequence[Item]) -> list[Planned]:
+        """Return the regions of a plan of this chain, each followed by those inside of it."""
+        found: list[Planned] = []
+        for calls, way, inner in self._steps(number, chain):
+            if way.option is not None and way.option.steps is not None:
+                found.append((calls, way.option, False))
+            elif way.inside is not None:
+                inside = way.inside.chosen(inner, _inside(calls))
+                found += [(calls, None, bool(inside)), *inside]
+        return found
 
-def _forward(calls: Sequence[Item]) -> int:
-    """The most bytes in the forward of a region around these calls. It keeps only the first call's arguments."""
-    return max(call.bare + call.held + (calls[0].given if i else 0) for i, call in enumerate(calls))
+    def largest(self, number: int, chain: Sequence[Item]) -> tuple[Item, bool]:
+        """Return the item of the chain that needs the peak of a plan, and whether it does in the backward."""
+        peak, kept = int(self.plans.peak[number]), 0
+        for calls, way, inner in self._steps(number, chain):
+            if way.option is not None:
+                backward = way.option.backward + way.rest.gradients
+                if kept + max(backward, way.option.forward + self.wait) >= peak:
+                    return calls[0], kept + backward >= peak
+                kept += way.option.keep
+            elif way.inside is not None:
+                if kept + int(way.inside.plans.peak[inner]) + way.rest.gradients >= peak:
+                    return way.inside.largest(inner, _inside(calls))[0], True
+                if kept + _forward(calls) + self.wait >= peak:
+                    return calls[0], False
+                kept += calls[0].given
+        raise AssertionError("no item of the plan has its peak")
 
 
 class Solver:
@@ -112,10 +155,6 @@ class Solver:
                 self._lists[key] = made
             rest = made
         return rest
-
-    def cheapest(self, items: List, peak: int) -> int:
-        """The number of the cheapest plan up to a peak; -1 if there is none."""
-        return int(torch.searchsorted(items.plans.peak, peak, right=True)) - 1
 
     def _solve(self, items: List, item: Item, rest: List) -> Plans:
         """Return the plans of a list, which begins with this item."""
@@ -194,42 +233,3 @@ class Solver:
             part = (above * ((self._most_plans - 1) / above[-1])).ceil()
             order = order[torch.cat([part[1:] > part[:-1], torch.ones(1, dtype=torch.bool)])]
         return [column[order] for column in columns]
-
-    def _steps(self, items: List, number: int, chain: Sequence[Item]) -> Iterator[tuple[tuple[Item, ...], Way, int]]:
-        """Go through a plan of a list, for this chain: the calls, their way, and the number of the plan inside."""
-        todo = list(reversed(chain))
-        while todo:
-            way = items.ways[int(items.plans.way[number])]
-            calls = tuple(todo.pop() for _ in range(way.size))
-            if way.option is None and way.inside is None:
-                todo += reversed(calls[0].items)
-            yield calls, way, int(items.plans.inner[number])
-            number, items = int(items.plans.rest[number]), way.rest
-
-    def chosen(self, items: List, number: int, chain: Sequence[Item]) -> list[Planned]:
-        """Return the regions of a plan of this chain, each followed by those inside of it."""
-        found: list[Planned] = []
-        for calls, way, inner in self._steps(items, number, chain):
-            if way.option is not None and way.option.steps is not None:
-                found.append((calls, way.option, False))
-            elif way.inside is not None:
-                inside = self.chosen(way.inside, inner, _inside(calls))
-                found += [(calls, None, bool(inside)), *inside]
-        return found
-
-    def largest(self, items: List, number: int, chain: Sequence[Item]) -> tuple[Item, bool]:
-        """Return the item of the chain that needs the peak of a plan, and whether it does in the backward."""
-        peak, kept = int(items.plans.peak[number]), 0
-        for calls, way, inner in self._steps(items, number, chain):
-            if way.option is not None:
-                backward = way.option.backward + way.rest.gradients
-                if kept + max(backward, way.option.forward + items.wait) >= peak:
-                    return calls[0], kept + backward >= peak
-                kept += way.option.keep
-            elif way.inside is not None:
-                if kept + int(way.inside.plans.peak[inner]) + way.rest.gradients >= peak:
-                    return self.largest(way.inside, inner, _inside(calls))[0], True
-                if kept + _forward(calls) + items.wait >= peak:
-                    return calls[0], False
-                kept += calls[0].given
-        raise AssertionError("no item of the plan has its peak")

@@ -99,13 +99,12 @@ def test_the_front_is_that_of_all_plans(seed: int) -> None:
     for value in sorted(replayed(plan) for plan in plans(items)):
         if not best or value[1] < best[-1][1]:
             best.append(value)
-    solver = Solver(longest_row=9)
-    chain = solver.list_of(items)
+    chain = Solver(longest_row=9).list_of(items)
     found = chain.plans
     assert list(zip(found.peak.tolist(), found.cost.tolist())) == best
     for number, (peak, _) in enumerate(best):
-        assert solver.cheapest(chain, peak) == number and solver.cheapest(chain, best[0][0] - 1) == -1
-        calls = [id(call) for calls, *_ in solver.chosen(chain, number, items) for call in calls]
+        assert chain.cheapest(peak) == number and chain.cheapest(best[0][0] - 1) == -1
+        calls = [id(call) for calls, *_ in chain.chosen(number, items) for call in calls]
         every = [each for top in items for each in top.everything()]
         assert set(calls) <= {id(each) for each in every if each.call.module}
-        assert solver.largest(chain, number, items)[0] in every and peak >= 0
+        assert chain.largest(number, items)[0] in every and peak >= 0
