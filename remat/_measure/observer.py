@@ -96,10 +96,9 @@ class PeakMemory(Observer):
         self._sizes[key] = size
 
     def _freed(self, key: int, ref: weakref.ref) -> None:
-        if self._refs.get(key) is ref:
-            del self._refs[key]
-            self._buffers.pop(key, None)
-            self.total -= self._sizes.pop(key)
+        del self._refs[key]  # the callback runs before another storage can have this id
+        self._buffers.pop(key, None)
+        self.total -= self._sizes.pop(key)
 
     def made(self, storage: torch.UntypedStorage, tensor: torch.Tensor, func: Any) -> None:
         """Called when an operation has made a storage, with a tensor on it."""

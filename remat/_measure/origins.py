@@ -143,8 +143,7 @@ class Origins(PeakMemory):
 
     def row(self, storage: Any) -> SavedResidual | None:
         """The row of a storage, if an operation made it while the mode was active."""
-        ref = self._refs.get(id(storage))
-        known = ref is not None and ref() is storage
+        known = id(storage) in self._refs
         return replace(self._rows[id(storage)], nbytes=storage.nbytes()) if known else None
 
     def alive(self) -> list[SavedResidual]:
