@@ -37,7 +37,7 @@ class Candidates:
         self._whole = self._bytes_saved(trace.root)
 
     def _bytes_saved(self, call: Call) -> int:
-        return sum({id(memory): memory.nbytes for _, memory in self._trace.saved_in(call)}.values())
+        return sum(memory.nbytes for memory in {memory for _, memory in self._trace.saved_in(call)})
 
     def is_shared(self, call: Call) -> bool:
         """Whether the module of a call is called more than once, so that all its calls do the same."""

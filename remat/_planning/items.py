@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
@@ -139,35 +138,30 @@ class _Lifetimes:
 
     def __init__(self, trace: Trace, calls: Sequence[Call]) -> None:
         self._trace = trace
-        self._gradients_made = sorted(trace.gradients)
         self._set_keepers(calls)
-        count = len(trace.operations) + 1
-        self._alive = self._spans(count, [(memory.made, memory.freed, memory) for memory in trace.memory])
+        self._alive = self._spans([(memory.made, memory.freed, memory) for memory in trace.memory])
         with_gradient = [(memory.made, memory.last, memory) for memory in trace.memory if memory.has_gradient]
-        self._gradients = self._spans(count, with_gradient)
+        self._gradients = self._spans(with_gradient)
 
     def _set_keepers(self, calls: Sequence[Call]) -> None:
         """Decide what keeps each memory: the first operation or call that does.
 
         A call that can be a region does not keep its result, if something after it does.
         """
-        ends: dict[int, int] = {}
         for call in calls:
             for memory in call.results:
-                ends[id(memory)] = max(call.end, ends.get(id(memory), 0))
+                memory.returned = max(memory.returned, call.end)
         keepers = [(time, time, memory) for time, memory in self._trace.saved]
         keepers += [(call.start, call.end, memory) for call in calls for memory in call.given]
-        found: dict[int, tuple[bool, int]] = {}
-        for start, end, memory in keepers:
-            this = start < ends.get(id(memory), 0), end
-            if this < found.get(id(memory), (True, math.inf)):
-                found[id(memory)], memory.kept = this, end
+        keepers.sort(key=lambda keeper: (keeper[0] < keeper[2].returned, keeper[1]))
+        for _, end, memory in reversed(keepers):
+            memory.kept = end
 
-    def _spans(self, count: int, spans: Sequence[tuple[int, float, Memory]]) -> list[list[Memory]]:
+    def _spans(self, spans: Sequence[tuple[int, float, Memory]]) -> list[list[Memory]]:
         """For each number of operations that have run: the memory whose span includes the start of the next one."""
-        found: list[list[Memory]] = [[] for _ in range(count)]
+        found: list[list[Memory]] = [[] for _ in (None, *self._trace.operations)]
         for start, end, memory in spans:
-            for i in range(self._trace.index(start + 1), min(self._trace.index(end), count - 1) + 1):
+            for i in range(self._trace.index(start + 1), self._trace.index(end) + 1):
                 found[i].append(memory)
         return found
 
@@ -175,32 +169,27 @@ class _Lifetimes:
         """Compute the costs and bytes of an item."""
         call = item.call
         first, last = self._trace.index(call.start), self._trace.index(call.end)
-        operations = self._trace.operations[first:last]
-        saved: dict[int, tuple[int, Memory]] = {}
-        for time, memory in self._trace.saved_in(call):
-            if memory.kept >= call.start:
-                saved.setdefault(id(memory), (time, memory))
+        operations, saves = self._trace.operations[first:last], self._trace.saved_in(call)
+        # What it saves, with the first time.
+        saved = {memory: time for time, memory in reversed(saves) if memory.kept >= call.start}
         item.work = _work(operations)
-        item.keep = sum(memory.nbytes for _, memory in saved.values() if memory.kept < call.end)
-        made = self._gradients_made[slice(*(bisect_left(self._gradients_made, (t, 0)) for t in (call.start, call.end)))]
+        item.keep = sum(memory.nbytes for memory in saved if memory.kept < call.end)
+        made = [each for each in self._trace.gradients.values() if call.start <= each[0] < call.end]
         item.gradients = sum(nbytes for _, nbytes in made)
-        # The gradients that are alive when the backward has come back to its end, by their memory.
-        alive = [m.gradient_at(call.end) for m in self._gradients[last] if m.made < call.end <= m.last]
-        waiting = {id(memory): memory.nbytes for memory in alive}
-        item.waiting = sum(waiting.values())
+        # The gradients that are alive when the backward has come back to its end.
+        waiting = {m.gradient_at(call.end) for m in self._gradients[last] if m.made < call.end <= m.last}
+        item.waiting = sum(memory.nbytes for memory in waiting)
+        item.beside = sum(memory.nbytes for memory in waiting.difference(call.results))
         item.given = sum(memory.nbytes for memory in call.given if memory.kept >= call.start)
-        results = {id(memory) for memory in call.results}
-        item.beside = sum(nbytes for key, nbytes in waiting.items() if key not in results)
         before = [memory for memory in self._alive[first] if memory.kept >= call.start]
-        given = {id(memory) for memory in call.given}
-        item.held = sum(memory.nbytes for memory in before if id(memory) not in given)
+        item.held = sum(memory.nbytes for memory in before if memory not in call.given)
         own = [memory for operation in operations for memory in operation.made]
         item.bare = item.given + _most([(memory.made, memory.freed, memory.nbytes) for memory in own], item)
         if not item.items:
-            spans = [(m.made, math.inf if id(m) in saved else m.freed, m.nbytes) for m in (*before, *own)]
+            spans = [(m.made, math.inf if m in saved else m.freed, m.nbytes) for m in (*before, *own)]
             forward = max(item.keep, _most(spans, item))
             backward = max(item.keep + item.waiting, self._backward(operations, saved, made))
-            end = max([time for time, _ in self._trace.saved_in(call)], default=call.start)
+            end = saves[-1][0] if saves else call.start
             ends = _work([operation for operation in operations if operation.time < end])
             item.plain = item.options = [Option(item.keep, forward, backward, NO_WORK, ends)]
         parameters = () if call.module is None else call.module.parameters()
@@ -213,19 +202,19 @@ class _Lifetimes:
         )
 
     def _backward(
-        self, operations: Sequence[Operation], saved: dict[int, tuple[int, Memory]], made: Sequence[tuple[int, int]]
+        self, operations: Sequence[Operation], saved: Mapping[Memory, int], made: Sequence[tuple[int, int]]
     ) -> int:
         """The most bytes in the backward: what is still saved, and gradients."""
         most = 0
         for operation in operations:
             time = operation.time
-            now = sum(m.nbytes for when, m in saved.values() if when < time or m in operation.made)
+            now = sum(m.nbytes for m, when in saved.items() if when < time or m in operation.made)
             now += sum(nbytes for when, nbytes in made if when >= time)
             now += operation.backward_kernel
             spans = self._gradients[self._trace.index(time)]
             near = [m for m in spans if m.made <= time and m.last > time] + operation.made + operation.reads
-            wholes = [memory.gradient_at(time) for memory in near if memory.has_gradient]
-            most = max(most, now + sum({id(memory): memory.nbytes for memory in wholes}.values()))
+            wholes = {memory.gradient_at(time) for memory in near if memory.has_gradient}
+            most = max(most, now + sum(memory.nbytes for memory in wholes))
         return most
 
 

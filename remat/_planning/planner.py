@@ -237,7 +237,7 @@ class _Planner:
             place += f", where {getattr(func, 'overloadpacket', func)} makes a tensor of {size_text(largest.nbytes)}"
             place += f" and the shape {list(largest.shape)}{f' in {name!r}' if name else ''}"
         other = f"{'' if self._is_free else 'smaller modules, '}a smaller batch, or "
-        gradients = sum(nbytes for _, nbytes in self._trace.gradients)
+        gradients = sum(nbytes for _, nbytes in self._trace.gradients.values())
         budget = size_text(amount) if size_text(amount) != size_text(least) else f"{amount} B"
         if 4 * gradients > 3 * least:
             place, other = f"{size_text(gradients)} of it are gradients of parameters, which no region reduces", ""

@@ -36,6 +36,7 @@ class Memory:
         self.nbytes, self.shape, self.by = storage.nbytes(), shape, by
         self.made = self.last = self.before_last = now  # and the times of its last two reads
         self.freed = math.inf  # when the forward frees it
+        self.returned = 0  # the end of the last call that can be a region and returns it
         self.kept = math.inf  # the end of what keeps it for the backward: an operation, or a call that gets it
         self.has_gradient = False
         self.whole: Memory | None = None  # it was concatenated to this one, whose gradient has its own as a part
@@ -78,7 +79,7 @@ class Trace(PeakMemory):
     def __init__(self, parameters: Iterable[torch.Tensor], cost: Any) -> None:
         super().__init__()
         self._cost = cost
-        self._parameters = {id(p.untyped_storage()): p.untyped_storage().nbytes() for p in parameters}
+        self._parameters = {id(p.untyped_storage()) for p in parameters}
         self._now = 0
         self._alive: dict[int, Memory] = {}  # by the ids of storages
         self.memory: list[Memory] = []
@@ -88,16 +89,12 @@ class Trace(PeakMemory):
         self._counts = Counter[int]()  # of the calls of each module
         self._kernels: dict[str, int] = {}  # the bytes that kernels of convolutions' backward take for themselves
         self.saved: list[tuple[int, Memory]] = []  # what autograd saves, with its time
-        self._reads: dict[int, int] = {}  # of parameters: the time of the last one
+        # Of parameters, by the ids of storages: the last read, after which the backward makes one, and its bytes.
+        self.gradients: dict[int, tuple[int, int]] = {}
 
     def _tick(self) -> int:
         self._now += 1
         return self._now
-
-    @property
-    def gradients(self) -> list[tuple[int, int]]:
-        """The gradients of parameters: the time of the last read, after which the backward makes one, and its bytes."""
-        return [(time, self._parameters[key]) for key, time in self._reads.items()]
 
     def index(self, time: float) -> int:
         """The number of operations before a time."""
@@ -120,7 +117,7 @@ class Trace(PeakMemory):
             key = id(storage)
             has_gradient |= tensor.requires_grad
             if key in self._parameters:
-                self._reads[key] = now
+                self.gradients[key] = now, storage.nbytes()
             elif (memory := self._alive.get(key)) is not None:
                 if memory.last != now:
                     memory.before_last, memory.last = memory.last, now
@@ -173,7 +170,7 @@ class Trace(PeakMemory):
         self._counts[key] += 1
         _, tensors = take_apart(args, kwargs)
         call.differentiable = tuple([t.requires_grad for t in tensors])
-        call.given = list({id(m): m for t in tensors if (m := self.memory_of(t)) is not None}.values())
+        call.given = list(dict.fromkeys(m for t in tensors if (m := self.memory_of(t)) is not None))
         given = [t for t in tensors if t.layout is torch.strided and is_differentiable(t)]
         call.nbytes = sum(t.numel() * t.element_size() for t in given)
         around = self._calls[-1]
