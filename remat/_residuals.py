@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
-from operator import attrgetter
 from typing import Any, TextIO
 
 import torch
@@ -90,15 +89,6 @@ def print_saved_residuals(
     print(listing(saved_residuals(fn, *args, inputs=True, **kwargs), inputs), file=file)
 
 
-class _Saved:
-    """What autograd's graph holds in place of a saved tensor: while it lives, the tensor is saved."""
-
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = alias(tensor)
-
-
 class Listing:
     """A run under saved-tensor hooks, or without them for a function that refuses to run under hooks."""
 
@@ -106,7 +96,7 @@ class Listing:
 
     def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
         self.program = Program(fn, args, kwargs)
-        self.saved: list[weakref.ref[_Saved]] = []
+        self.saved: list[weakref.ref[torch.Tensor]] = []  # what the graph holds in place of saved tensors
 
     def run(self, under_hooks: bool) -> list[SavedResidual]:
         """Run the function, and list the tensors that its graph keeps alive."""
@@ -114,17 +104,17 @@ class Listing:
         operands = self.program.operands()
         with self.program.preserved(), cut, hooks_allowed():
             origins = Origins(self.program.modules)
-            hooks = saved_tensors_hooks(self.pack, attrgetter("tensor")) if under_hooks else nullcontext()
+            hooks = saved_tensors_hooks(self.pack, lambda saved: saved) if under_hooks else nullcontext()
             with torch.enable_grad(), hooks, origins:
                 leaves = trees.flatten(self.program.call_and_note(self.program.fn, operands))[0]
                 followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
                 graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
                 others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]  # may be objects with tensors
                 del leaves, followed
-            if not graph and not any(ref() for ref in self.saved) and self.program.turns_to_arguments():
+            if not graph and not any(ref() is not None for ref in self.saved) and self.program.turns_to_arguments():
                 return self.run(under_hooks)
             if under_hooks:
-                found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved.tensor)]
+                found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved)]
             else:
                 found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
             named: list[tuple[Kind, str, torch.Tensor]] = [
@@ -141,9 +131,9 @@ class Listing:
             raise RematError(CALLS_BACKWARD)
         return rows
 
-    def pack(self, tensor: torch.Tensor) -> _Saved:
-        """The pack hook."""
-        saved = _Saved(tensor)
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The pack hook. While the object that it returns lives, the tensor is saved."""
+        saved = alias(tensor)
         self.saved.append(weakref.ref(saved))
         return saved
 
