@@ -187,12 +187,10 @@ def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
     if checkpoints is None:
         return count.bit_length()
     if not isinstance(checkpoints, (bool, torch.Tensor)) and hasattr(checkpoints, "__index__"):
-        checkpoints = index(checkpoints)
-        if checkpoints < 0:
-            raise ValueError(f"checkpoints must not be negative, got {checkpoints}.")
-        return min(checkpoints, count)
+        checkpoints = index(checkpoints)  # NumPy's integers are accepted too
     nbytes = max(1, kinds.nbytes)
-    return min(parse_amount(checkpoints, nbytes * count, "checkpoints", "carries") // nbytes, count)
+    amount = parse_amount(checkpoints, nbytes * count, "checkpoints", "carries")
+    return min(amount if isinstance(checkpoints, int) else amount // nbytes, count)
 
 
 def _check_depth(count: int, spare: int, options: Options) -> None:
