@@ -115,10 +115,9 @@ def _measured(call: Call, cost: Any, args: tuple, kwargs: dict) -> Measured | No
     if not found:
         return None
     tradeoff: Tradeoff = found[-1][0]
-    choices, count = tradeoff.options, len(tradeoff.options)
-    if count > _MOST_CHOICES:
-        picked = sorted({round(i * (count - 1) / (_MOST_CHOICES - 1)) for i in range(_MOST_CHOICES)})
-        choices = [choices[i] for i in picked]
+    options = tradeoff.options
+    count = min(len(options), _MOST_CHOICES)
+    choices = [options[round(i * (len(options) - 1) / max(1, count - 1))] for i in range(count)]
     policy = Budget(choices[-1].nbytes, cost, Chosen(tradeoff.operators, choices[-1].steps))
     most = least if len(choices) == 1 else _alone(call, policy, args, kwargs)
     known_of(call.module).choices.pop(policy, None)
