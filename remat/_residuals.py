@@ -118,7 +118,8 @@ class Listing:
             else:
                 found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
             named: list[tuple[Kind, str, torch.Tensor]] = [
-                ("argument", name, tensor) for name, tensor in zip(self.program.names, operands)
+                ("argument", name.removeprefix("argument "), tensor)
+                for name, tensor in zip(self.program.names, operands)
             ]
             named += [("captured", name, tensor) for name, tensor in captured]
             known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(named) for p in parts(t)}

@@ -121,10 +121,9 @@ def _outcome(program: Program, fn: Callable, context: Callable[[], Any]) -> dict
     with program.preserved() as overwritten, context():
         results = program.run(fn, keep=True)
         states = {name: _State(state) for name, state in program.generator_states().items()}
-        now = [(f"argument {name}", tensor) for name, tensor in zip(program.names, program.tensors)]
         changed = {
             f"{name} after the run": tensor.detach().clone()
-            for name, tensor in now + program.read_now()
+            for name, tensor in (*zip(program.names, program.tensors), *program.read_now())
             if overwritten.changed(tensor) or (id(tensor) not in before and not name.startswith("argument "))
         }
         return {**dict(results), **changed, **states}

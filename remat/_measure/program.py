@@ -142,8 +142,8 @@ class Program:
         self.arguments, self.tensors = take_apart(args, kwargs)
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]
         self._found = Captured(*self._roots)
-        names = [with_parameters(called, self.arguments.name(i)) for i in range(len(self.tensors))]
-        self.names = [name.removeprefix("argument ") for name in names]  # of the tensors
+        # Of the tensors: "argument x".
+        self.names = [with_parameters(called, self.arguments.name(i)) for i in range(len(self.tensors))]
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
         captured = list(reversed(found.values()))
         given = [(f"argument generator {i}", each) for i, each in enumerate(self.arguments.generators())]
@@ -298,8 +298,7 @@ class Program:
             at_end()
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return values
-            named = [(f"argument {name}", tensor) for name, tensor in zip(self.names, operands)]
-            leaves = {id(t): (name, t) for name, t in (*named, *captured) if t.requires_grad}
+            leaves = {id(t): (name, t) for name, t in (*zip(self.names, operands), *captured) if t.requires_grad}
             for leaf in _leaves_of_graph(value):
                 leaves.setdefault(id(leaf), (shown(leaf), leaf))
             names, tensors = zip(*leaves.values())
