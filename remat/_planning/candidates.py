@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -24,15 +23,6 @@ class Candidates:
         scripts = {name for name, module in named.items() if isinstance(module, torch.jit.ScriptModule)}
         outermost = (name for name in scripts if name.rpartition(".")[0] not in scripts)
         self.passed_over = dict.fromkeys(outermost, "it is TorchScript")
-        calls = [trace.root]
-        for call in calls:
-            calls += call.calls
-        # Calls without gradients are plain ones, whatever the module's other calls are.
-        differentiated = (call.module for call in calls if call.is_differentiated)
-        self._counts = Counter(id(module.__dict__) for module in differentiated if module is not None)
-        for call in calls:
-            if self.is_shared(call):
-                call.container = None  # it can't be in a region with the next ones
         self._trace = trace
         self._whole = self._bytes_saved(trace.root)
 
@@ -40,8 +30,11 @@ class Candidates:
         return sum(memory.nbytes for memory in {memory for _, memory in self._trace.saved_in(call)})
 
     def is_shared(self, call: Call) -> bool:
-        """Whether the module of a call is called more than once, so that all its calls do the same."""
-        return bool(call.module is not None and self._counts[id(call.module.__dict__)] > 1)
+        """Whether the module of a call is called more than once, so that all its calls do the same.
+
+        Calls without gradients are plain ones, whatever the module's other calls are.
+        """
+        return bool(call.module is not None and self._trace.differentiated[id(call.module.__dict__)] > 1)
 
     def is_whole(self, call: Call) -> bool:
         """Whether no regions are inside of this call."""

@@ -118,6 +118,8 @@ def _chain(trace: Trace, call: Call, candidates: Candidates) -> list[Item]:
     """Return the items of a call, in order."""
     found: list[Item] = []
     for inner in call.calls:
+        if candidates.is_shared(inner):
+            inner.container = None  # it can't be in a region with the next ones
         items = _chain(trace, inner, candidates)
         calls = [item for item in items if item.call.module is not None]
         if candidates(inner):

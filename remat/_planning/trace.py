@@ -87,6 +87,7 @@ class Trace(PeakMemory):
         self.root = Call(None, 0)
         self._calls = [self.root]
         self._counts = Counter[int]()  # of the calls of each module
+        self.differentiated = Counter[int]()  # of the calls of each module, those with gradients
         self._kernels: dict[str, int] = {}  # the bytes that kernels of convolutions' backward take for themselves
         self.saved: list[tuple[int, Memory]] = []  # what autograd saves, with its time
         # Of parameters, by the ids of storages: the last read, after which the backward makes one, and its bytes.
@@ -185,6 +186,7 @@ class Trace(PeakMemory):
         found = [leaf for leaf in trees.flatten(result)[0] if isinstance(leaf, torch.Tensor)]
         call.results = [memory for t in found if (memory := self.memory_of(t)) is not None]
         call.is_differentiated = any(t.requires_grad for t in found)
+        self.differentiated[id(module.__dict__)] += call.is_differentiated
 
     @contextmanager
     def of(self, modules: Iterable[nn.Module]) -> Iterator[None]:
