@@ -170,16 +170,14 @@ def scan(
         last, ys = run(count, spare, 0, carry, leaves)
     except Exception as error:
         if type(xs) is list and len({leaf.shape for leaf in leaves}) == 1:
-            add_note(error, _A_LIST)
+            add_note(
+                error,
+                "xs is a list: a step gets a list with one entry of each of its tensors. If they are the steps, stack "
+                "them: `torch.stack(xs)`.",
+            )
         raise
     stacks = [None if column[0] is None else torch.stack(column[loop.order]) for column in zip(*ys)]
     return last, loop.y.spec.unflatten(stacks)
-
-
-_A_LIST = (
-    "xs is a list: a step gets a list with one entry of each of its tensors. If they are the steps, stack them: "
-    "`torch.stack(xs)`."
-)
 
 
 def _spare(checkpoints: Any, count: int, kinds: Trees) -> int:
