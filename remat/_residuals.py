@@ -103,7 +103,7 @@ class Listing:
         captured, cut = self.program.cut()
         operands = self.program.operands()
         with self.program.preserved(), cut, hooks_allowed():
-            origins = Origins(self.program.modules)
+            origins = Origins(self.program.named_modules)
             hooks = saved_tensors_hooks(self.pack, lambda saved: saved) if under_hooks else nullcontext()
             with torch.enable_grad(), hooks, origins:
                 leaves = trees.flatten(self.program.call_and_note(self.program.fn, operands))[0]

@@ -10,12 +10,14 @@ from dataclasses import asdict, dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
+from torch import nn
+
 from .._core.amounts import aligned, flops_text, number_text, percent_text, size_text
 from .._core.facts import facts_of, flops
 from .._selective.search import UNITS, cost_of
 from .allocated import Allocated, with_statistics
 from .observer import gc_disabled
-from .origins import ModuleNames, Origins, SavedResidual, grouped
+from .origins import Origins, SavedResidual, grouped
 from .program import Program, Way
 
 WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
@@ -132,8 +134,8 @@ _peak_and_price: Any = attrgetter("peak_bytes", "price")
 class _Meter(Origins):
     """Counts bytes, FLOPs and residuals in one run."""
 
-    def __init__(self, names: ModuleNames, objective: Any) -> None:
-        super().__init__(names)
+    def __init__(self, named: Mapping[str, nn.Module], objective: Any) -> None:
+        super().__init__(named)
         self._objective = objective
         self.flops = self.saved = self.forward = 0
         self.cost = 0.0
@@ -158,7 +160,7 @@ def measured(
     program: Program, label: str, way: Way, plain: Costs | None = None, policy: Any = None, objective: Any = None
 ) -> Costs:
     """Run the program one way. ``plain`` are its costs without rematerialization; ``objective`` is that of a budget."""
-    meter, tensors = _Meter(program.modules, objective), program.inputs()
+    meter, tensors = _Meter(program.named_modules, objective), program.inputs()
     allocated = Allocated(tensors) if with_statistics(tensors) else None
     with program.preserved(), way.context(), gc_disabled(), allocated or nullcontext(), meter:
         program.run(way.fn, meter.at_end_of_forward)

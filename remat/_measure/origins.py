@@ -22,23 +22,6 @@ from .._core.tensors import parts, type_text
 from .observer import PeakMemory, strided
 
 
-class ModuleNames:
-    """Names of the modules of a program: the path below a root module, or the class."""
-
-    def __init__(self, named: Mapping[str, nn.Module]) -> None:
-        # By the id of a module's state, which a region of the module shares; the first name of each.
-        self._names = {id(m.__dict__): name or _class(m) for name, m in reversed([*named.items()])}
-
-    def now(self) -> str | None:
-        """The innermost module that is being called."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            if frame.f_code in module_calls and isinstance(module := frame.f_locals.get("self"), nn.Module):
-                return self._names.get(id(module.__dict__), _class(module))
-            frame = frame.f_back
-        return None
-
-
 def _class(module: nn.Module) -> str:
     return type(module).__qualname__.rpartition(".")[2]  # a region's class has the name of the module's own
 
@@ -98,11 +81,15 @@ class SavedResidual:
 
 
 class Origins(PeakMemory):
-    """Records for each storage the operation that wrote it last, and the names given by ``checkpoint_name``."""
+    """Records for each storage the operation that wrote it last, and the names given by ``checkpoint_name``.
 
-    def __init__(self, names: ModuleNames) -> None:
+    ``named`` are the modules of the program by their paths.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        self._names = names
+        # By the id of a module's state, which a region of the module shares; the first name of each.
+        self._names = {id(m.__dict__): name or _class(m) for name, m in reversed([*named.items()])}
         self._rows: dict[int, SavedResidual] = {}  # by the ids of storages
 
     def __enter__(self) -> Any:
@@ -124,10 +111,19 @@ class Origins(PeakMemory):
 
     def _write(self, storage: torch.UntypedStorage, func: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         op, (file, line, function) = str(getattr(func, "overloadpacket", func)), _place(user_line())
-        module, device, nbytes = self._names.now(), storage.device, storage.nbytes()
+        module, device, nbytes = self._module(), storage.device, storage.nbytes()
         self._rows[id(storage)] = SavedResidual(
             "output", op, None, file, line, function, module, shape, dtype, device, nbytes
         )
+
+    def _module(self) -> str | None:
+        """The path or the class of the innermost module that is being called."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code in module_calls and isinstance(module := frame.f_locals.get("self"), nn.Module):
+                return self._names.get(id(module.__dict__), _class(module))
+            frame = frame.f_back
+        return None
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """Record a name that the user has given to a tensor."""

@@ -32,7 +32,6 @@ from .._region.guards import COPY_LARGER_BYTES
 from .._region.hooks import drop_gradient_hooks
 from ..errors import RematError, shown
 from .observer import PeakMemory, gc_disabled, strided
-from .origins import ModuleNames
 
 _ROUNDS = 7  # of runs that are timed
 _HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name]
@@ -151,7 +150,6 @@ class Program:
         # An attribute may still have a tensor of a transform that has ended.
         self.captured = [(n, v) for n, v in captured if isinstance(v, torch.Tensor) and not private.is_wrapped(v)]
         self.named_modules = modules_of(fn, self.arguments.leaves, self._found)
-        self.modules = ModuleNames(self.named_modules)
         managed = [p for module in self.named_modules.values() for p in module.parameters(recurse=False)]  # by FSDP
         self.every = not any(tensor.requires_grad for tensor in (*self.inputs(), *managed))
         self.has_gradients = False  # whether a run without a transform has computed some
