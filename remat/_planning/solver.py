@@ -168,12 +168,11 @@ class Solver:
             if not item.call.overwrites:
                 found.append(self._region(items, [item], rest))
         calls, after = [item], rest
-        in_row = not (item.call.overwrites or items.is_row)
-        while in_row and after.item is not None and after.rest is not None and after.item.follows(calls[-1]):
+        longest = 1 if item.call.overwrites or items.is_row else self._longest_row
+        while len(calls) < longest and after.item and after.rest and after.item.follows(calls[-1]):
             calls.append(after.item)
             after = after.rest
-            if len(calls) <= self._longest_row:
-                found.append(self._region(items, calls, after))
+            found.append(self._region(items, calls, after))
         if item.options:
             found.append(self._simple(items, item, rest))
         columns = [torch.cat(column) for column in zip(*found)]
