@@ -64,12 +64,11 @@ class _Planner:
         self._program, self._cost, self._is_free = program, cost, only is None
         modules = (m for m in program.named_modules.values() if not isinstance(m, torch.jit.ScriptModule))
         self._modules = {id(module.__dict__): module for module in modules}.values()
-        trace, loss = program.differentiated(self._traced)
-        self._trace = trace
+        self._trace, loss = program.differentiated(self._traced)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
             warn(NOT_DIFFERENTIATED)
-        self._candidates = Candidates(trace, program.named_modules, only)
-        self._items, self._every = chain_of(trace, self._candidates)
+        self._candidates = Candidates(self._trace, program.named_modules, only)
+        self._items, self._every = chain_of(self._trace, self._candidates)
         longest = max([len(self._items), *(len(item.items) for item in self._every)])
         self._longest_row = 2 * math.isqrt(longest) + 1 if self._is_free else 0
         without = int(Solver().list_of([item for item in self._every if not item.items]).plans.peak)
