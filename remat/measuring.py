@@ -192,7 +192,12 @@ def report(
         notes.append(FROZEN)
     elif found and own:
         notes.append("Each policy is that of the program's own regions.")
-    elif where is None and not all(isinstance(policy, str) for policy in asked) and _has_children(fn):
+    elif (
+        where is None
+        and isinstance(fn, torch.nn.Module)
+        and any(fn.children())
+        and any(not isinstance(policy, str) for policy in asked)
+    ):
         notes.append(
             "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
         )
@@ -205,10 +210,6 @@ def _quietly() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RematWarning)
         yield
-
-
-def _has_children(fn: Any) -> bool:
-    return isinstance(fn, torch.nn.Module) and any(fn.children())
 
 
 def _way(program: Program, policy: Any, where: Any, own: bool, warned: Warned) -> Way:
