@@ -325,7 +325,6 @@ def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tup
             "where= chooses modules, but the function captures and gets none. For a function use `remat.remat`."
         )
     n, kind = (where.n, where.of) if isinstance(where, Every) else (1, where)
-    chosen: list[tuple[str, Any]]
     if _is_types(kind):
         chosen = [(name, module) for name, module in named.items() if isinstance(module, kind)][::n]
     elif isinstance(where, torch.nn.Module):

@@ -21,7 +21,6 @@ from .origins import Origins, SavedResidual, grouped
 from .program import Program, Way
 
 WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
-_MARKERS = "sovDP^X*"
 
 
 def plot_peaks(
@@ -29,7 +28,7 @@ def plot_peaks(
 ) -> Any:
     """Draw labelled points of recomputed FLOPs (or times) and peak memory, and a dashed line through the ``best``."""
     axes = _axes(axes)
-    for (label, count, nbytes), marker in zip(points, itertools.cycle(_MARKERS)):
+    for (label, count, nbytes), marker in zip(points, itertools.cycle("sovDP^X*")):
         # Hollow markers, so that equal points are both seen; at zero they are not cut.
         axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
     if len(best) > 1:
