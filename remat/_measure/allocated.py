@@ -62,8 +62,8 @@ class Allocated:
             private.start_recording_allocations()
             return self
         wait_for_backward_threads(self._tensors)  # they may still hold what an earlier pass has used
-        self._reset()
         self._start = self._of_devices("memory_allocated")
+        self._reset()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -81,7 +81,6 @@ class Allocated:
 
     def _reset(self) -> None:
         for module in self._devices:
-            module.synchronize()
             module.reset_peak_memory_stats()
 
     def _of_devices(self, name: str) -> int:
