@@ -105,7 +105,7 @@ class Listing:
         with self.program.preserved(), cut, hooks_allowed():
             origins = Origins(self.program.named_modules)
             hooks = saved_tensors_hooks(self.pack, lambda saved: saved) if under_hooks else nullcontext()
-            with torch.enable_grad(), hooks, origins:
+            with torch.enable_grad(), hooks, origins.records_names(), origins:
                 leaves = trees.flatten(self.program.call_and_note(self.program.fn, operands))[0]
                 followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
                 graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive

@@ -161,7 +161,7 @@ def measured(
     """Run the program one way. ``plain`` are its costs without rematerialization; ``objective`` is that of a budget."""
     meter, tensors = _Meter(program.named_modules, objective), program.inputs()
     allocated = Allocated(tensors) if with_statistics(tensors) else None
-    with program.preserved(), way.context(), gc_disabled(), allocated or nullcontext(), meter:
+    with program.preserved(), way.context(), gc_disabled(), allocated or nullcontext(), meter.records_names(), meter:
         program.run(way.fn, meter.at_end_of_forward)
     return Costs(
         label=label,

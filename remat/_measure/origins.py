@@ -17,7 +17,7 @@ from .._core.amounts import aligned, count_text, size_text
 from .._core.facts import facts_of
 from .._core.lines import Line, user_line
 from .._core.private import module_calls
-from .._core.state import state
+from .._core.state import state, within
 from .._core.tensors import parts, type_text
 from .observer import PeakMemory, strided
 
@@ -92,13 +92,9 @@ class Origins(PeakMemory):
         self._names = {id(m.__dict__): name or _class(m) for name, m in reversed([*named.items()])}
         self._rows: dict[int, SavedResidual] = {}  # by the ids of storages
 
-    def __enter__(self) -> Any:
-        state.recordings = *state.recordings, self  # `checkpoint_name` then calls `name`
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        state.recordings = tuple(each for each in state.recordings if each is not self)
+    def records_names(self) -> within:
+        """Within, ``checkpoint_name`` calls ``name``."""
+        return within(recordings=(*state.recordings, self))
 
     def after(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
         super().after(func, args, kwargs, result)
