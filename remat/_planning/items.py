@@ -130,8 +130,11 @@ def _chain(trace: Trace, call: Call, candidates: Candidates) -> list[Item]:
             found += calls
     starts = [call.start, *(item.call.end for item in found)]
     ends = [*(item.call.start for item in found), call.end]
-    parts = [Call(None, a, b) for a, b in zip(starts, ends) if trace.index(a) < trace.index(b)]
-    between = [Item(part, can_be_region=False) for part in parts]
+    between = [
+        Item(Call(None, start, end), can_be_region=False)
+        for start, end in zip(starts, ends)
+        if trace.index(start) < trace.index(end)
+    ]
     return sorted([*found, *between], key=lambda item: item.call.start)
 
 
