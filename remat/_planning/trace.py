@@ -124,10 +124,9 @@ class Trace(PeakMemory):
                     memory.before_last, memory.last = memory.last, now
                 operation.reads.append(memory)
         has_gradient &= torch.is_grad_enabled() and not facts_of(func).reads_nothing
-        for storage, _ in strided(facts_of(func).written(args, kwargs)):
-            written = self._alive.get(id(storage))
-            for call in self._calls:
-                call.overwrites |= written in call.given
+        written = {self._alive.get(id(storage)) for storage, _ in strided(facts_of(func).written(args, kwargs))}
+        for call in self._calls:
+            call.overwrites |= not written.isdisjoint(call.given)
         super().after(func, args, kwargs, result)
         for storage, tensor in strided(result):
             if (memory := self._alive.get(id(storage))) is not None:
