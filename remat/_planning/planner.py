@@ -143,21 +143,19 @@ class _Planner:
             RematError: no plan is.
         """
         # Without regions the step is the fastest, and its predicted peak may be too high.
-        if self._is_free and self.without <= _ABOVE * amount:
-            self._with_options(False)
-            if (peak := _agreed(self._peak((), others))) <= amount:
-                self.without = peak
-                return self._made(amount, peak, (), (0, 0.0, 0.0))
+        may_fit = self._is_free and self.without <= _ABOVE * amount
+        if may_fit and (peak := _agreed(self._peak((), others))) <= amount:
+            self.without = peak
+            return self._made(amount, peak, (), (0, 0.0, 0.0), shared=False)
         while True:
             failures = []
             for shared, items in self._searches(amount):
-                self._with_options(shared)
                 number, peak, planned = self._fitting(items, amount, others)
                 if number >= 0:
                     plans, predicted = items.plans, max(0, items.cheapest(amount))
                     number = min(number, len(plans.peak) - 1)  # the plans of another process may be fewer
                     costs = int(plans.flops[number]), float(plans.cost[number]), float(plans.cost[predicted])
-                    return self._made(amount, peak, planned, costs)
+                    return self._made(amount, peak, planned, costs, shared)
                 failures.append((peak, *items.largest(0, self._items)))
             least = min(failures, key=lambda failure: failure[0])
             if not self.measure(least[0]):  # calls that are too large for the amount may lower the least
@@ -183,8 +181,10 @@ class _Planner:
             aim = amount - (peak - int(plans.peak[min(number, last)]))
         return (low, *measured[max(low, 0)])
 
-    def _made(self, amount: int, peak: int, planned: tuple[RegionPlan, ...], costs: tuple[int, float, float]) -> Plan:
-        curve = Solver(self._longest_row, most_plans=_POINTS).list_of(self._items).plans
+    def _made(
+        self, amount: int, peak: int, planned: tuple[RegionPlan, ...], costs: tuple[int, float, float], shared: bool
+    ) -> Plan:
+        curve = Solver(self._longest_row, most_plans=_POINTS).list_of(self._with_options(shared)).plans
         points = tuple(zip(curve.peak.tolist(), curve.flops.tolist()))
         size = parameters_of(self._program.named_modules)
         costs, points, over = _agreed((costs, points, self._candidates.passed_over))
