@@ -32,11 +32,6 @@ RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
 Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or returns None where it is unknown
 
 
-def unknown(predicate: Callable) -> None:
-    """Return None, the verdict of any predicate in advance."""
-    return None
-
-
 def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
     """Call a predicate and return its verdict. PolicyError if it fails, or returns no bool or ``CheckpointPolicy``."""
     try:
@@ -113,9 +108,9 @@ class Policy(ABC):
         assert verdict is not None
         return verdict
 
-    def verdict_for(self, op: Any) -> Verdict | None:
-        """Return the verdict on every unnamed result of ``op``, or None where a predicate decides in each call."""
-        return self._evaluate(op, frozenset(), unknown)
+    def verdict_for(self, op: Any, names: frozenset[str] = frozenset()) -> Verdict | None:
+        """Return the verdict on every result of ``op`` with these names, or None where a predicate decides it."""
+        return self._evaluate(op, names, lambda predicate: None)
 
     @cached_property
     def asks(self) -> bool:
@@ -215,7 +210,7 @@ class _Pair(Policy):
         for op in (*sorted(self.mentioned_ops, key=lambda op: len(str(op))), _OTHER):
             self.verdict_for(op)
         for name in (*(pattern.replace("*", "") for pattern in self.mentioned_names), _OTHER_NAME):
-            self._evaluate(_OTHER, frozenset((name,)), unknown)
+            self.verdict_for(_OTHER, frozenset((name,)))
 
     def __repr__(self) -> str:
         return f"{_bracketed(self.left, self._binds)} {self._sign} {_bracketed(self.right, self._binds + 1)}"

@@ -50,7 +50,7 @@ class Warned:
             return None
         found = set() if own.asks else {own.verdict_for(step.facts.func) for step in log.steps}
         for value, names in verdicts.names.items() if not own.asks else ():
-            found.add(own.judge(None, log.maker(value).facts.func, (), {}, {}, frozenset(names)))
+            found.add(own.verdict_for(log.maker(value).facts.func, frozenset(names)))
         self.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE}
         executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))
         return None if self.operators else partial(self._of_operators, own, recording.known, executed, user_line())
