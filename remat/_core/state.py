@@ -91,12 +91,8 @@ def disable_remat() -> Iterator[None]:
         >>> with disable_remat():
         ...     y = f(x)  # saves what torch.sin saves
     """
-    before, state.disabled = state.disabled, True
-    try:
-        with nullcontext() if torch.compiler.is_compiling() else overriding(disabled=True):
-            yield
-    finally:
-        state.disabled = before
+    with within(disabled=True), nullcontext() if torch.compiler.is_compiling() else overriding(disabled=True):
+        yield
 
 
 def is_disabled() -> bool:
