@@ -136,7 +136,7 @@ class Problem(NamedTuple):
 _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
 _Label = tuple[int, float, tuple[int, ...]]  # bytes, cost, the saved steps
 _Way = TypeVar("_Way", bound=tuple)
-MOST_WAYS = 1_000_000  # at all steps, which take some seconds
+MOST_WAYS = 500_000  # to all steps, which take some seconds
 _MOST_STATES = 100  # that are continued at one price
 _PRICES = 48  # the most prices that are tried
 _ROUNDING = 1e-9  # of costs: each way adds them in another order
@@ -180,20 +180,15 @@ def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
             saved[after].append(value)
     ways: _Ways = {(none, none, none, False, False): [(0, 0.0, ())]}
     count = 0
-
-    def follow(found: Iterable[tuple[_State, list[_Label]]]) -> None:
-        nonlocal ways, count
-        ways = _merged(found, price)
+    for number in range(len(problem.program.steps), -1, -1):
+        for value in saved[number]:
+            ways = _merged(_at_root(ways, value, value in problem.keepable), price)
+        if number:
+            reads = frozenset(value for value in problem.program.reads[number - 1] if value in made)
+            ways = _merged(_at_step(ways, number - 1, reads, problem), price)
         count += sum(map(len, ways.values()))
         if price is None and count > MOST_WAYS:
             raise TooMany
-
-    for number in range(len(problem.program.steps), -1, -1):
-        for value in saved[number]:
-            follow(_at_root(ways, value, value in problem.keepable))
-        if number:
-            reads = frozenset(value for value in problem.program.reads[number - 1] if value in made)
-            follow(_at_step(ways, number - 1, reads, problem))
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(steps)) for nbytes, cost, steps in best]
 
