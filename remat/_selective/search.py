@@ -208,32 +208,24 @@ def _at_step(
     step, cost = problem.program.steps[number], problem.costs[number]
     outs, stays = frozenset(step.outs), number not in problem.program.skippable
     for (needed, low, promised, begun, draws), labels in ways.items():
-        wanted, saved = needed & outs, promised & outs
-        rest = needed - outs, low - outs, promised - outs
-        if not (wanted or saved or low & outs or (stays and begun)):
-            yield (*rest, begun, draws), labels
+        wanted, saved, unread = needed & outs, promised & outs, low & outs
+        needed, low, promised = needed - outs, low - outs, promised - outs
+        if not (wanted or saved or unread or (stays and begun)):
+            yield (needed, low, promised, begun, draws), labels
             continue
         must_draw = step.draws and draws  # generators must advance as in the first run if a later step draws
         whole = outs if step.is_whole and begun else wanted | saved
-        may_save = saved or (wanted and all(value in problem.keepable for value in whole))
-        if may_save:
+        if saved or (wanted and all(value in problem.keepable for value in whole)):
             nbytes = sum(problem.sizes[value] for value in whole)
             saving = [(size + nbytes, spent, (*before, number)) for size, spent, before in labels]
             if not must_draw:
-                yield (*rest, begun, draws), saving
+                yield (needed, low, promised, begun, draws), saving
             elif saved:
-                yield _running(rest, reads, True, begun, True), _dearer(saving, cost)
+                yield (needed | reads, low - reads, promised, begun, True), _dearer(saving, cost)
         if not saved:
-            after = _running(rest, reads, bool(wanted), begun, draws or step.draws)
-            yield after, _dearer(labels, cost)
-
-
-def _running(rest: tuple, reads: frozenset[int], wanted: bool, begun: bool, draws: bool) -> _State:
-    """Return the state before a step that runs. If nothing needs its results, its operands aren't saved for it."""
-    needed, low, promised = rest
-    if wanted:
-        return needed | reads, low - reads, promised, begun, draws
-    return needed, low | (reads - needed), promised, begun, draws
+            # If nothing needs the results of a step that runs, its operands aren't saved for it.
+            read = (needed | reads, low - reads) if wanted else (needed, low | (reads - needed))
+            yield (*read, promised, begun, draws or step.draws), _dearer(labels, cost)
 
 
 def _dearer(labels: list[_Label], cost: float) -> list[_Label]:
