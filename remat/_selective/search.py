@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from .._core.devices import accelerator, is_capturing
+from .._core.devices import is_capturing, streams_for
 from .._core.facts import Facts, flops, mapped, tensors
 from .._core.state import unseen
 from ..errors import PolicyError
@@ -88,12 +88,11 @@ def _measured(func: Any, args: tuple, kwargs: dict) -> float:
     key = func, repr(mapped(_form, (args, kwargs)))
     if key in _times:
         return _times[key]
-    kinds = {device.type for device in accelerator()}  # decompositions of forward mode also run on meta tensors
-    devices = {tensor.device for tensor in tensors((args, kwargs)) if tensor.device.type in kinds}
+    streams = streams_for(tensors((args, kwargs)))
 
     def now() -> float:
-        for device in devices:
-            torch.accelerator.synchronize(device)
+        for stream in streams:
+            stream.synchronize()
         return time.perf_counter()
 
     def elapsed() -> float:
