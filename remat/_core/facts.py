@@ -55,10 +55,7 @@ class Facts:
 
     def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         """The tensors that a call writes to."""
-        found: list[torch.Tensor] = []
-        for i, name in self.writes:
-            found += tensors(args[i] if i < len(args) else kwargs.get(name))
-        return found
+        return [t for i, name in self.writes for t in tensors(args[i] if i < len(args) else kwargs.get(name))]
 
 
 # In a mode torch crashes where these get the zeros of forward mode, which have no memory.
