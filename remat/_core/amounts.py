@@ -18,12 +18,15 @@ def parse_amount(amount: Any, whole: int, name: str, integers: str = "bytes") ->
     In errors ``name`` is the amount, and ``integers`` what an int is the number of.
     """
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
-        kinds = f"a number of {integers}, a string such as '64MiB', or a float"
-        raise TypeError(f"{name} must be {kinds}; got {shown(amount)}.")
+        raise TypeError(
+            f"{name} must be a number of {integers}, a string such as '64MiB', or a float; got {shown(amount)}."
+        )
     if isinstance(amount, float):
         if not 0 < amount <= 1:
-            advice = f"Pass a number of {integers} as an int"
-            raise ValueError(f"{name} as a float must be a fraction in (0, 1]; got {amount!r}. {advice}.")
+            raise ValueError(
+                f"{name} as a float must be a fraction in (0, 1]; got {amount!r}. Pass a number of {integers} as an "
+                f"int."
+            )
         return int(amount * whole)
     if isinstance(amount, int):
         if amount < 0:

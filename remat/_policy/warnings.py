@@ -34,8 +34,7 @@ class Warned:
                 seen = f"Values were named {', '.join(map(repr, given))}" if given else "There were no named values"
                 warn(
                     f"The policy of a rematerialized function mentions the name {pattern!r}, but no value has this "
-                    f"name. {seen}.{hint} Values get names from remat.checkpoint_name(x, name).",
-                    user_line(),
+                    f"name. {seen}.{hint} Values get names from remat.checkpoint_name(x, name)."
                 )
 
     def unmatched(self, recording: Any) -> Callable[[], None] | None:

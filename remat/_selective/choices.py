@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .._core.facts import Facts, flops, tensors
 from .._core.known import Known
-from .._core.lines import Line, user_line, warn
+from .._core.lines import Line, warn
 from .._core.tensors import is_dense
 from .._policy.operators import full_name
 from .._policy.policy import Budget, Verdict
@@ -84,8 +84,7 @@ class Choices:
             warn(
                 f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "
                 f"for the same number of bytes. Make the plan (`remat.nn.budget`) or the curve (`remat.pareto`) with "
-                f"arguments, settings such as autocast, and transforms like those of this call.",
-                user_line(),
+                f"arguments, settings such as autocast, and transforms like those of this call."
             )
         self._matches = matches
 
@@ -109,16 +108,14 @@ class Choices:
         planned = [_as_planned(each, problem, self.flops) for each in found]
         whole = sum(problem.sizes.get(value, 0) for value in roots)
         made = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
-        options = best_of(planned)
-        tradeoff = Tradeoff(program.keys, program.lines, options, is_exact, whole, planned[-1], made)
+        tradeoff = Tradeoff(program.keys, program.lines, best_of(planned), is_exact, whole, planned[-1], made)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
             if self._news("many programs"):
                 warn(
                     f"A region under {self._policy!r} has executed {_PROGRAMS} different programs, and the first call "
                     f"with each program saves nothing. Pass numbers that change from call to call as tensors, or use a "
-                    f"policy of operators or names.",
-                    user_line(),
+                    f"policy of operators or names."
                 )
         self._known.append((tradeoff, tradeoff.choice(self._policy)))
 
