@@ -8,7 +8,7 @@ matrix products.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from typing import Any
 
@@ -27,11 +27,9 @@ _PRECISIONS = {"none": "highest", "ieee": "highest", "tf32": "high", "bf16": "me
 
 def _set_float32_precision(value: str) -> None:
     """Restore the precision. Settings of single backends are left alone: inherited ones can't be restored."""
-    try:
+    with suppress(RuntimeError):  # of the getter, where single backends have their own
         torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return
-    torch.set_float32_matmul_precision(_PRECISIONS[value])
+        torch.set_float32_matmul_precision(_PRECISIONS[value])
 
 
 def default_device() -> torch.device:
@@ -80,7 +78,6 @@ class Ambient:
         """Record the current state. Of `devices` only generators of initialized backends are included."""
         self._settings, self._default_device = read_settings(), default_device()
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
-        self._preserves = preserve_rng_state
         if preserve_rng_state and is_capturing():  # then a generator's state can't be set
             raise RematError(_IN_A_GRAPH)
         self._devices = (*devices, *current_device())  # another device may be current in the backward
@@ -93,7 +90,7 @@ class Ambient:
     def restored(self) -> Iterator[None]:
         """Within, the captured state is set; afterwards that of before. It can be used repeatedly, in any thread."""
         # Not only the captured generators are read: a backend or NumPy may have been initialized since.
-        before = Ambient(self._devices, self._generators, self._preserves)
+        before = Ambient(self._devices, self._generators, preserve_rng_state=bool(self._every))
         torch.autocast_increment_nesting()  # as in the first run, where the end of an inner autocast drops no casts
         try:
             self._set(before._settings, before._states)
