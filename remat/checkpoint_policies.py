@@ -73,10 +73,8 @@ def save_and_offload_only_these_names(
     for names in (names_which_can_be_saved, names_which_can_be_offloaded):
         if isinstance(names, str):
             raise PolicyError(f"Names must be passed as a list: [{names!r}] instead of {names!r}.")
-    saved, offloaded = tuple(names_which_can_be_saved), tuple(names_which_can_be_offloaded)
-    if twice := [name for name in saved if name in offloaded]:
-        raise PolicyError(f"A value can't be both saved and offloaded: {', '.join(map(repr, twice))}.")
-    return save_only_these_names(*saved) | offload(save_only_these_names(*offloaded), to=offload_dst)
+    offloaded = save_only_these_names(*names_which_can_be_offloaded)
+    return save_only_these_names(*names_which_can_be_saved) | offload(offloaded, to=offload_dst)
 
 
 def offload_dot_with_no_batch_dims(offload_src: str = "device", offload_dst: str = "cpu") -> Policy:
