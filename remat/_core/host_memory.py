@@ -31,8 +31,17 @@ IN_FLIGHT_BYTES = 512 * 2**20
 _lock = threading.RLock()  # one for all groups, as groups use each other, and a pass may end at any time
 
 
+def stays(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not offloaded: there is no use in it, or it is more than its memory.
+
+    So are tensors that are sparse, quantized, of a subclass or a level of ``torch.func``.
+    """
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return in_host_memory(tensor) or not is_plain or tensor.is_quantized or private.is_wrapped(tensor)
+
+
 def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether offloading has no use: the tensor is in host memory already, or has no memory."""
+    """Whether a tensor is in host memory, or has no memory."""
     return tensor.device.type in ("cpu", "meta")
 
 
@@ -43,21 +52,12 @@ def has_streams(device: torch.device) -> bool:
 
 
 class Offloaded:
-    """One saved tensor in host memory, with its value at the time when this object is made.
-
-    The tensor is not copied, and ``get`` returns the tensor itself, if it is not a plain strided tensor: sparse,
-    quantized, of a subclass or a level of ``torch.func``.
-    """
+    """One saved tensor in host memory, with its value at the time when this object is made."""
 
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
         self._arrival: _Arrival | None = None
         self._copied: torch.Event | None = None
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        is_copied = plain and not (tensor.is_quantized or private.is_wrapped(tensor))
-        self._itself = None if is_copied else tensor
-        if self._itself is not None:
-            return
         with private.without_levels():
             source = tensor.detach().resolve_conj().resolve_neg()
             if span(source.shape, source.stride()) > source.numel():  # it has gaps in memory
@@ -74,8 +74,6 @@ class Offloaded:
 
     def get(self) -> torch.Tensor:
         """The tensor on its device, for use on the current stream. It is the same object until ``release``."""
-        if self._itself is not None:
-            return self._itself
         arrival = self.prefetch()
         self.group.reached()
         return arrival.ready()

@@ -239,7 +239,8 @@ class Guards(list[Guard]):
     def offload(self) -> None:
         """Move activations to host memory. Device memory is freed if no other reference keeps it alive."""
         hooks = functools.partial(Offloaded, group=Group()), Offloaded.get
-        stay = [host_memory.in_host_memory(t) or (t.requires_grad and t.is_leaf) for t in self.tensors]
+        tensors = map(private.unwrap_if_dead, self.tensors)
+        stay = [host_memory.stays(t) or (t.requires_grad and t.is_leaf) for t in tensors]
         self.hand_over(hooks, [i for i, stays in enumerate(stay) if not stays])
 
     def close(self) -> list[torch.Tensor]:

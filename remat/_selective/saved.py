@@ -248,7 +248,7 @@ class SavedValues:
         if residual is None:
             log = self.log
             residual = Residual(log.maker(value).facts.func, log.lines.get(log.made[value]))
-            if self.hooks is None and (self.allowed[value] is Verdict.SAVE or host_memory.in_host_memory(tensor)):
+            if self.hooks is None and (self.allowed[value] is Verdict.SAVE or host_memory.stays(tensor)):
                 residual.save_here(tensor)
             else:
                 self._group = self._group or Group()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from remat._core import host_memory
-from remat._core.host_memory import Group, Offloaded
+from remat._core.host_memory import Group, Offloaded, stays
 
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("collector_off")
@@ -107,14 +107,14 @@ def test_a_tensor_that_is_more_than_memory_is_not_copied(far: Copies) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     subclass = torch.ones(3).as_subclass(type("Special", (Tensor,), {}))
     for tensor in (torch.eye(3).to_sparse(), quantized, subclass):
-        assert Offloaded(tensor).get() is tensor and not far.out
+        assert stays(tensor) and not stays(torch.ones(3))
 
 
 def test_levels_and_tangents_are_not_copied(far: Copies) -> None:
     plain, taken = torch.arange(3.0), list[Tensor]()
 
     def fn(x: Tensor) -> Tensor:
-        assert Offloaded(x).get() is x and not far.out
+        assert stays(x)
         taken.append(Offloaded(plain).get())
         return x.sin()
 
