@@ -290,8 +290,7 @@ def traced_node(tensor: torch.Tensor) -> Any:
     mode = _mode(_PROXY)
     if mode is None or not isinstance(tensor, FunctionalTensor):
         return None
-    torch._sync(tensor)
-    proxy = _proxy_tensor.get_proxy_slot(torch._from_functional_tensor(tensor.elem), mode.tracer, None)
+    proxy = _proxy_tensor.get_proxy_slot(value_now(tensor), mode.tracer, None)
     return None if proxy is None else proxy.proxy.node
 
 

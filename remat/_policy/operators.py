@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -91,10 +91,7 @@ def is_unbatched_einsum(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether this is a ``bmm`` of batch size 1 that ``torch.einsum``, somewhere in the call stack, has issued."""
     if not args or args[0].shape[0] != 1:
         return False
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not torch.functional.einsum.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is torch.functional.einsum.__code__ for frame, _ in walk_stack(sys._getframe(1)))
 
 
 Op = Any  # an OpOverload or a HigherOrderOperator
