@@ -8,8 +8,12 @@ from typing import Any
 
 from ..errors import shown
 
-_UNITS = {"B": 1, **{f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)}}
-_UNITS |= {f"{p}B": 10 ** (3 * i) for i, p in enumerate(("K", "M", "G", "T"), 1)} | {"kB": 1000}
+_UNITS = {
+    "B": 1,
+    **{f"{p}iB": 2 ** (10 * i) for i, p in enumerate("KMGT", 1)},
+    **{f"{p}B": 10 ** (3 * i) for i, p in enumerate("KMGT", 1)},
+    "kB": 1000,
+}
 
 
 def parse_amount(amount: Any, whole: int, name: str, integers: str = "bytes") -> int:

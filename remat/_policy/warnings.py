@@ -47,10 +47,12 @@ class Warned:
         # An outer region's policy may have decided, so that the predicates were not called.
         if self.operators or not (alone if own.asks else own.mentioned_ops) or not log.steps:
             return None
-        found = set() if own.asks else {own.verdict_for(step.facts.func) for step in log.steps}
-        for value, names in verdicts.names.items() if not own.asks else ():
-            found.add(own.verdict_for(log.maker(value).facts.func, frozenset(names)))
-        self.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE}
+        found = {own.verdict_for(step.facts.func) for step in log.steps}
+        found |= {
+            own.verdict_for(log.maker(value).facts.func, frozenset(names)) for value, names in verdicts.names.items()
+        }
+        # Where a predicate decides, that is None: what it has allowed counts.
+        self.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE, None}
         executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))
         return None if self.operators else partial(self._of_operators, own, recording.known, executed, user_line())
 
