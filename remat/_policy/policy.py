@@ -138,16 +138,16 @@ class Policy(ABC):
         return {op for part in self._parts() for op in part.mentioned_ops}
 
     def __or__(self, other: PolicyLike) -> Policy:
-        return Either(self, as_policy(other))
+        return Pair(self, "|", as_policy(other))
 
     def __ror__(self, other: PolicyLike) -> Policy:
-        return Either(as_policy(other), self)
+        return Pair(as_policy(other), "|", self)
 
     def __and__(self, other: PolicyLike) -> Policy:
-        return Both(self, as_policy(other))
+        return Pair(self, "&", as_policy(other))
 
     def __rand__(self, other: PolicyLike) -> Policy:
-        return Both(as_policy(other), self)
+        return Pair(as_policy(other), "&", self)
 
     def __invert__(self) -> Policy:
         return Opposite(self)
@@ -196,13 +196,17 @@ _OTHER, _OTHER_NAME = "any other operator", "any other name"  # that no policy m
 
 
 @dataclass(frozen=True)
-class _Pair(Policy):
+class Pair(Policy):
+    """Saves what either of two policies saves (``|``), or what both save (``&``).
+
+    In the latter the second judges only values that the first saves.
+    """
+
     left: Policy
+    sign: str
     right: Policy
 
-    _sign: ClassVar[str]
-    _remedy: ClassVar[str]
-    _both_must_save: ClassVar[bool]
+    _binds = property(lambda self: "|&".index(self.sign))
 
     def __post_init__(self) -> None:
         """Evaluate the policy for the operators and names it mentions, and for others: a conflict raises an error."""
@@ -213,11 +217,12 @@ class _Pair(Policy):
             self.verdict_for(_OTHER, frozenset((name,)))
 
     def __repr__(self) -> str:
-        return f"{_bracketed(self.left, self._binds)} {self._sign} {_bracketed(self.right, self._binds + 1)}"
+        return f"{_bracketed(self.left, self._binds)} {self.sign} {_bracketed(self.right, self._binds + 1)}"
 
     def _evaluate(self, op: Any, names: frozenset[str], ask: Ask) -> Verdict | None:
+        both_must_save = self.sign == "&"
         a = self.left._evaluate(op, names, ask)
-        if a is RECOMPUTE and self._both_must_save:
+        if a is RECOMPUTE and both_must_save:
             return a
         b = self.right._evaluate(op, names, ask)
         if {a, b} == {SAVE, OFFLOAD}:
@@ -226,30 +231,18 @@ class _Pair(Policy):
             made = "" if op is _OTHER else f" made by {op}"
             raise PolicyError(
                 f"A value{named}{made} would be saved by p = {saver!r} and offloaded by q = {offloader!r}. "
-                f"{self._remedy}"
+                f"{_REMEDIES[self.sign]}"
             )
         if a is None or b is None:
             return None
-        decisive = b if self._both_must_save else a
+        decisive = b if both_must_save else a
         return b if decisive is RECOMPUTE else a
 
 
-class Either(_Pair):
-    """Saves what either of two policies saves."""
-
-    _binds = 0
-    _sign = "|"
-    _remedy = "To offload it, exclude it from p: `(p & ~q) | q`."
-    _both_must_save = False
-
-
-class Both(_Pair):
-    """Saves what both of two policies save. The second judges only values that the first saves."""
-
-    _binds = 1
-    _sign = "&"
-    _remedy = "To offload what both save, write `policies.offload(p) & q`."
-    _both_must_save = True
+_REMEDIES = {
+    "|": "To offload it, exclude it from p: `(p & ~q) | q`.",
+    "&": "To offload what both save, write `policies.offload(p) & q`.",
+}
 
 
 @dataclass(frozen=True)
