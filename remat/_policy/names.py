@@ -17,8 +17,6 @@ from .policy import RECOMPUTE, SAVE, Ask, Policy, Verdict
 
 T = TypeVar("T")
 
-__all__ = ["checkpoint_name"]
-
 
 def checkpoint_name(x: T, name: str) -> T:
     """Give a value a name, so that a policy can select it.

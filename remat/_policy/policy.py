@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -104,9 +104,7 @@ class Policy(ABC):
                 answers[id(predicate)] = _answer(predicate, ctx, op, args, kwargs)
             return answers[id(predicate)]
 
-        verdict = self._evaluate(op, names, ask)
-        assert verdict is not None
-        return verdict
+        return cast(Verdict, self._evaluate(op, names, ask))
 
     def verdict_for(self, op: Any, names: frozenset[str] = frozenset()) -> Verdict | None:
         """Return the verdict on every result of ``op`` with these names, or None where a predicate decides it."""
