@@ -27,6 +27,7 @@ from .tensors import memory, span
 
 # The memory of a tensor is not free until its copy to the host ends. A caller with more bytes in flight has to wait.
 IN_FLIGHT_BYTES = 512 * 2**20
+NEAR = {"cpu", "meta"}  # devices whose tensors are in host memory, or have no memory
 
 _lock = threading.RLock()  # one for all groups, as groups use each other, and a pass may end at any time
 
@@ -37,12 +38,7 @@ def stays(tensor: torch.Tensor) -> bool:
     So are tensors that are sparse, quantized, of a subclass or a level of ``torch.func``.
     """
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return in_host_memory(tensor) or not is_plain or tensor.is_quantized or private.is_wrapped(tensor)
-
-
-def in_host_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is in host memory, or has no memory."""
-    return tensor.device.type in ("cpu", "meta")
+    return tensor.device.type in NEAR or not is_plain or tensor.is_quantized or private.is_wrapped(tensor)
 
 
 def has_streams(device: torch.device) -> bool:
