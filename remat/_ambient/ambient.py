@@ -79,7 +79,11 @@ class Ambient:
         self._settings, self._default_device = read_settings(), default_device()
         self._weights = private.cached_weights()  # of ``torch.nn.utils.parametrize.cached()``
         if preserve_rng_state and is_capturing():  # then a generator's state can't be set
-            raise RematError(_IN_A_GRAPH)
+            raise RematError(
+                "A region is called while a CUDA graph is captured, where its recompute could not restore the random "
+                "generators. Pass `preserve_rng_state=False` to it if it draws no random numbers; otherwise call it "
+                "outside of the graph."
+            )
         self._devices = (*devices, *current_device())  # another device may be current in the backward
         self._generators = tuple(map(with_state, generators))
         # All generators whose states are recorded.
@@ -121,9 +125,3 @@ class Ambient:
             with ExitStack() as stack:  # makes all calls, even if one fails
                 for put, value in calls:
                     stack.callback(put, value)
-
-
-_IN_A_GRAPH = (
-    "A region is called while a CUDA graph is captured, where its recompute could not restore the random generators. "
-    "Pass `preserve_rng_state=False` to it if it draws no random numbers; otherwise call it outside of the graph."
-)
