@@ -123,7 +123,7 @@ def packet_name(op: Op) -> str:
 
 
 def full_name(op: Op) -> str:
-    """Return the full name of an operator, such as ``aten.mm.default``, which `find` accepts."""
+    """Return the full name of an operator, such as ``aten.mm.default``, which `resolve` accepts."""
     return f"{op.namespace}.{op.name()}" if isinstance(op, private.HigherOrderOperator) else str(op)
 
 
@@ -149,24 +149,18 @@ def reaches_dispatch(op: Any) -> bool:
         return False
 
 
-def find(name: str) -> Any:
-    """Look up the name of an overload, a packet, or a higher-order operator. PolicyError if there is none."""
-    found = _lookup(name)
-    if found is None:
-        raise PolicyError(
-            f"There is no operator {name!r}.{_nearest(name)} Operators are written 'aten.mm' or 'aten.mm.default'; if "
-            f"a package registers the operator, import the package first. For names given by checkpoint_name use "
-            f"policies.save_only_these_names."
-        )
-    return found
-
-
 def resolve(op: Any) -> frozenset[Op]:
     """Return the overloads that reach a policy, of an overload, a packet, a higher-order operator, or a name of one.
 
     Raises PolicyError if there is no such operator, or it decomposes into others before a policy sees it.
     """
-    found = find(op) if isinstance(op, str) else private.overload_of(op)
+    found = _lookup(op) if isinstance(op, str) else private.overload_of(op)
+    if isinstance(op, str) and found is None:
+        raise PolicyError(
+            f"There is no operator {op!r}.{_nearest(op)} Operators are written 'aten.mm' or 'aten.mm.default'; if "
+            f"a package registers the operator, import the package first. For names given by checkpoint_name use "
+            f"policies.save_only_these_names."
+        )
     if isinstance(found, private.OpOverloadPacket):
         ops = _reaching(found)
     elif isinstance(found, private.OpOverload):
@@ -191,9 +185,9 @@ def makers_of(op: Any) -> frozenset[Op]:
     ops = frozenset(each for each in resolve(op) if not facts_of(each).views)
     if not ops:
         raise PolicyError(
-            f"{find(op) if isinstance(op, str) else op} only returns views, which share memory with their base, so "
-            f"there is nothing to save. Save the operator that computes the base, or give the view a name with "
-            f"checkpoint_name and use policies.save_only_these_names, which saves the base."
+            f"{op} only returns views, which share memory with their base, so there is nothing to save. Save the "
+            f"operator that computes the base, or give the view a name with checkpoint_name and use "
+            f"policies.save_only_these_names, which saves the base."
         )
     return ops
 
