@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .lines import Line, warn
+
 
 class Known:
     """What is remembered of one module, or of functions with the same code. It can't change what a call computes."""
@@ -21,13 +23,13 @@ class Known:
         self.programs: dict[Any, Any] = {}
         # What a policy with a budget has chosen to save, by policy. A later run compares its operations too.
         self.choices: dict[Any, list[Any]] = {}
-        self.warnings: set[str] = set()  # each is given once
+        self.warnings: set[str] = set()  # the keys of those that were given
 
-    def is_new_warning(self, warning: str) -> bool:
-        """Whether this warning was not given yet; from now on it counts as given."""
-        news = warning not in self.warnings
-        self.warnings.add(warning)
-        return news
+    def warn_once(self, key: str, message: str, line: Line | None = None) -> None:
+        """Warn at a line, by default the current one, unless a warning with this key was given before."""
+        if key not in self.warnings:
+            self.warnings.add(key)
+            warn(message, line)
 
 
 _of_modules = WeakIdKeyDictionary()  # by identity, as equal modules are different modules

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from .._core import private
-from .._core.lines import warn
 from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.frame import Frame, outside_of_batched_backward
 from .._engine.lowering import Saver
@@ -122,8 +121,8 @@ class Call:
         pullback = region.inner if isinstance(region, BatchedPullback) else region
         if self.tape is not None and isinstance(pullback, Pullback) and self.tape.serves(pullback):
             return region.run(operands, Recompute(root), self.tape)
-        if root.options.debug and root.known.is_new_warning(UNCOMPARED):
-            warn(UNCOMPARED, root.line)
+        if root.options.debug:
+            root.known.warn_once("uncompared", UNCOMPARED, root.line)
         with hooks_hidden():
             return region.run(operands, Recompute(root))
 

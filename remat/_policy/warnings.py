@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from .._core.known import Known
-from .._core.lines import Line, user_line, warn
+from .._core.lines import Line, user_line
 from .names import is_named
 from .policy import If, Policy, Verdict
 from .predicates import SIGNATURE
@@ -28,14 +28,14 @@ class Warned:
             if any(is_named(name, pattern) for name in given) or pattern in self.names:
                 continue
             self.names.add(pattern)
-            if known.is_new_warning(pattern):
-                near = difflib.get_close_matches(pattern, given, n=1)
-                hint = f" Did you mean {near[0]!r}?" if near else ""
-                seen = f"Values were named {', '.join(map(repr, given))}" if given else "There were no named values"
-                warn(
-                    f"The policy of a rematerialized function mentions the name {pattern!r}, but no value has this "
-                    f"name. {seen}.{hint} Values get names from remat.checkpoint_name(x, name)."
-                )
+            near = difflib.get_close_matches(pattern, given, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            seen = f"Values were named {', '.join(map(repr, given))}" if given else "There were no named values"
+            known.warn_once(
+                f"the name {pattern!r}",
+                f"The policy of a rematerialized function mentions the name {pattern!r}, but no value has this "
+                f"name. {seen}.{hint} Values get names from remat.checkpoint_name(x, name).",
+            )
 
     def unmatched(self, recording: Any) -> Callable[[], None] | None:
         """Return a warning if a region's own policy judges operators, and none of those of its first run matches.
@@ -61,17 +61,17 @@ class Warned:
         if self.operators:
             return
         self.operators = True
-        if known.is_new_warning(f"the operators of {policy!r}"):
-            more, name = len(executed) - _SHOWN, repr(policy)
-            hint = SIGNATURE if isinstance(policy, If) else _OF_OPERATORS
-            if isinstance(policy, If) and getattr(policy.predicate, "__module__", "") == "torch.utils.checkpoint":
-                name, hint = _TORCHS, _OF_OPERATORS  # the predicate is torch's own, which looks at operators
-            warn(
-                f"The policy {name} of a rematerialized function saves nothing, because it has matched none of the "
-                f"operators that were executed: {', '.join(executed[:_SHOWN])}"
-                f"{f' and {more} more' if more > 0 else ''}. {hint}",
-                line,
-            )
+        more, name = len(executed) - _SHOWN, repr(policy)
+        hint = SIGNATURE if isinstance(policy, If) else _OF_OPERATORS
+        if isinstance(policy, If) and getattr(policy.predicate, "__module__", "") == "torch.utils.checkpoint":
+            name, hint = _TORCHS, _OF_OPERATORS  # the predicate is torch's own, which looks at operators
+        known.warn_once(
+            f"the operators of {policy!r}",
+            f"The policy {name} of a rematerialized function saves nothing, because it has matched none of the "
+            f"operators that were executed: {', '.join(executed[:_SHOWN])}"
+            f"{f' and {more} more' if more > 0 else ''}. {hint}",
+            line,
+        )
 
 
 _SHOWN = 8

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from .._core.facts import Facts, flops, tensors
 from .._core.known import Known
-from .._core.lines import Line, warn
+from .._core.lines import Line
 from .._core.tensors import is_dense
 from .._policy.operators import full_name
 from .._policy.policy import Budget, Verdict
@@ -60,7 +60,7 @@ class Choices:
         self._matches: list[tuple[tuple, frozenset[int]]] = [(each.keys, choice.steps) for each, choice in self._known]
         if policy.chosen is not None:
             self._matches.append(policy.chosen)
-        self._news = known.is_new_warning
+        self._warn_once = known.warn_once
         self.costs: list[float] = []  # of the steps
         self.flops: list[int] = []  # of the steps
         self.sizes: dict[int, int] = {}  # of values, in bytes
@@ -80,11 +80,12 @@ class Choices:
         """Drop the other matches. If the policy's own choice was the last match, it was made for another program."""
         chosen = self._policy.chosen
         is_of_another = not matches and chosen is not None and chosen in self._matches
-        if is_of_another and self._news(f"another program than that of {chosen}"):
-            warn(
+        if is_of_another:
+            self._warn_once(
+                f"another program than that of {chosen}",
                 f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "
                 f"for the same number of bytes. Make the plan (`remat.nn.budget`) or the curve (`remat.pareto`) with "
-                f"arguments, settings such as autocast, and transforms like those of this call."
+                f"arguments, settings such as autocast, and transforms like those of this call.",
             )
         self._matches = matches
 
@@ -111,12 +112,12 @@ class Choices:
         tradeoff = Tradeoff(program.keys, program.lines, best_of(planned), is_exact, whole, planned[-1], made)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
-            if self._news("many programs"):
-                warn(
-                    f"A region under {self._policy!r} has executed {_PROGRAMS} different programs, and the first call "
-                    f"with each program saves nothing. Pass numbers that change from call to call as tensors, or use a "
-                    f"policy of operators or names."
-                )
+            self._warn_once(
+                "many programs",
+                f"A region under {self._policy!r} has executed {_PROGRAMS} different programs, and the first call "
+                f"with each program saves nothing. Pass numbers that change from call to call as tensors, or use a "
+                f"policy of operators or names.",
+            )
         self._known.append((tradeoff, tradeoff.choice(self._policy)))
 
     def _problem(self, program: Program, roots: Mapping[int, int], results: Collection[Any]) -> Problem:

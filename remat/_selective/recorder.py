@@ -12,7 +12,6 @@ from .._core import private
 from .._core.devices import is_capturing
 from .._core.facts import Facts, facts_of, tensors
 from .._core.known import Known
-from .._core.lines import warn
 from .._core.private import DispatchMode, FakeTensor, without_torch_function
 from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
@@ -182,11 +181,10 @@ def recorder_for(region: Any) -> Recorder | None:
     if policy.saves_nothing:
         return None
     if FakeTensor in map(type, region.inputs.with_captured(region.inputs.operands())):
-        if known.is_new_warning(FAKE):
-            warn(FAKE)
+        known.warn_once("fake", FAKE)
         return None
-    if in_region and not outer and not isinstance(own, Budget) and known.is_new_warning(INSIDE):
-        warn(INSIDE)
+    if in_region and not outer and not isinstance(own, Budget):
+        known.warn_once("inside", INSIDE)
     return Recorder(Recording(policy, known, own, region.options.warned))
 
 

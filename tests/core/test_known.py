@@ -67,9 +67,12 @@ def test_state_that_compiled_code_reads(monkeypatch: pytest.MonkeyPatch) -> None
     assert not is_disabled() and not is_recomputing() and known_of(MODULE) is not known_of(MODULE)
 
 
-def test_a_warning_is_new_once_for_each_code_and_shown_once_for_each_line() -> None:
-    found = [known_of(wrapped(i)).is_new_warning(warning) for i, warning in enumerate("aab")]
-    assert found == [True, False, True] and not known_of(wrapped(1)).compiles
+def test_a_warning_is_given_once_for_each_code_and_shown_once_for_each_line() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for i, key in enumerate("aab"):
+            known_of(wrapped(i)).warn_once(key, f"{key}{i}")
+    assert [str(each.message) for each in caught] == ["a0", "b2"] and not known_of(wrapped(1)).compiles
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
         for _ in range(2):
