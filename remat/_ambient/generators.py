@@ -28,29 +28,22 @@ def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
 class HostGenerator:
     """A global generator of the host. Regions share its state, of up to 30 KB, until numbers are drawn.
 
-    ``read`` returns a key that identifies the state, and the state.
+    ``identify`` returns a key that identifies a state.
     """
 
-    def __init__(self, name: str, read: Callable[[], tuple[Any, Any]], write: Callable[[Any], object]) -> None:
-        self.name, self._read, self.set_state = name, read, write
+    def __init__(
+        self, name: str, read: Callable[[], Any], write: Callable[[Any], object], identify: Callable[[Any], Any]
+    ) -> None:
+        self.name, self._read, self.set_state, self._identify = name, read, write, identify
         self._key: Any = None  # of the last state
         self._state: Any = None
 
     def get_state(self) -> Any:
-        key, state = self._read()
+        state = self._read()
+        key = self._identify(state)
         if key != self._key:
             self._key, self._state = key, state
         return self._state
-
-
-def _read_torch() -> tuple[Any, Any]:
-    state = torch.default_generator.get_state()
-    return bytes_of(state), state
-
-
-def _read_python() -> tuple[Any, Any]:
-    state = random.getstate()
-    return (state[1][-5:], state[2]), state  # 4 of its 624 words and the position; a stored normal variate
 
 
 class _NumPy(HostGenerator):
@@ -60,22 +53,25 @@ class _NumPy(HostGenerator):
     """
 
     def __init__(self) -> None:
-        super().__init__("NumPy's random", self._read_numpy, self._write_numpy)
+        super().__init__("NumPy's random", self._read_numpy, self._write_numpy, self._identify_numpy)
         self._bits: bytes | None = None
         self._had_half = False
 
-    def _read_numpy(self) -> tuple[Any, Any]:
+    def _read_numpy(self) -> Any:
         numpy = sys.modules["numpy"].random
         generator, bits = numpy.get_bit_generator(), None
         if type(generator) is numpy.MT19937:  # the memory of the Mersenne twister: 624 words and the position
             bits = ctypes.string_at(generator.ctypes.state_address, 2500)
         known = bits is not None and bits == self._bits
         if known and not self._had_half:
-            return self._key, self._state
+            return self._state
         state = numpy.get_state(legacy=False)
         self._had_half = known or state["has_gauss"] == 1
         self._bits = bits
-        return (object() if bits is None else (bits, state["has_gauss"], state["gauss"])), state
+        return state
+
+    def _identify_numpy(self, state: Any) -> Any:
+        return object() if self._bits is None else (self._bits, state["has_gauss"], state["gauss"])
 
     def _write_numpy(self, state: Any) -> None:
         if self.get_state() is not state:
@@ -83,8 +79,11 @@ class _NumPy(HostGenerator):
 
 
 _HOST = (
-    HostGenerator("torch's generator of the CPU", _read_torch, torch.default_generator.set_state),
-    HostGenerator("Python's random", _read_python, random.setstate),
+    HostGenerator(
+        "torch's generator of the CPU", torch.default_generator.get_state, torch.default_generator.set_state, bytes_of
+    ),
+    # Python's state: 4 of its 624 words and the position; a stored normal variate.
+    HostGenerator("Python's random", random.getstate, random.setstate, lambda state: (state[1][-5:], state[2])),
 )
 _NUMPY = _NumPy()
 
