@@ -43,8 +43,8 @@ class Facts:
         self._probability = next((i for i, a in enumerate(arguments) if a.name == "dropout_p"), None)
         # It returns no tensor: Python may branch on the result, or the operation has side effects.
         self.observes = schema is not None and not any("Tensor" in str(r.type) for r in returns)
-        self.views = not self.writes and any(r.alias_info is not None for r in returns)
-        self.views |= name == "aten::_unsafe_view"  # its schema doesn't say so
+        # The schema of `_unsafe_view` doesn't say so.
+        self.views = name == "aten::_unsafe_view" or (not self.writes and any(r.alias_info for r in returns))
 
     def draws(self, args: tuple, kwargs: dict) -> bool:
         """Whether a call draws random numbers: attention does only with dropout."""

@@ -37,8 +37,9 @@ def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwarg
     try:
         found = predicate(ctx, op, *args, **kwargs)
     except (AttributeError, TypeError) as error:  # binary operators would hide a TypeError
-        name = getattr(predicate, "__qualname__", predicate)
-        raise PolicyError(f"The predicate {name} failed for {op}: {error}. {SIGNATURE}") from error
+        raise PolicyError(
+            f"The predicate {getattr(predicate, '__qualname__', predicate)} failed for {op}: {error}. {SIGNATURE}"
+        ) from error
     if isinstance(found, bool):
         return Verdict.SAVE if found else Verdict.RECOMPUTE
     if isinstance(found, CheckpointPolicy):  # converted by name, as older versions of torch have no offloading
