@@ -218,12 +218,11 @@ def _nearest(name: str) -> str:
 
 def operator_like(value: Any) -> str:
     """Return a hint at the operator that a function such as ``torch.mm`` calls."""
-    name = getattr(value, "__name__", None)
-    packet = _lookup(f"aten.{name}") if callable(value) and isinstance(name, str) else None
+    packet = _lookup(f"aten.{getattr(value, '__name__', '')}")
     if packet is None:
         return ""
     try:
         resolve(packet)
     except PolicyError as error:
         return f" {error}"
-    return f" Did you mean torch.ops.aten.{name}?"
+    return f" Did you mean torch.ops.{packet}?"
