@@ -59,10 +59,9 @@ def wait_for_backward_threads(tensors: Iterable[torch.Tensor]) -> None:
     A device's thread reports the end of a pass first, then releases its tensors, and then starts the next pass: ours.
     """
     with torch.enable_grad(), unseen(), own_work(), private.without_levels():
-        for device in {tensor.device for tensor in tensors}:
-            if device.type not in ("cpu", "meta"):
-                nothing = torch.empty(0, device=device, requires_grad=True)
-                torch.autograd.grad(nothing.view(0), nothing, torch.empty(0, device=device))
+        for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
+            nothing = torch.empty(0, device=device, requires_grad=True)
+            torch.autograd.grad(nothing.view(0), nothing, torch.empty(0, device=device))
 
 
 def current_streams() -> list[torch.Stream]:

@@ -28,9 +28,8 @@ class Ranges(set[int]):
     def mark(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operation that starts or ends a range."""
         result = func(*args, **kwargs)
-        if isinstance(result, torch.ScriptObject):
-            if args[0].startswith(_FSDP):
-                self.add(hash(result))
+        if isinstance(result, torch.ScriptObject) and args[0].startswith(_FSDP):
+            self.add(hash(result))
         elif isinstance(args[0], torch.ScriptObject):
             self.discard(hash(args[0]))
         return result

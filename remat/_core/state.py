@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import private
-from .private import as_subclass, modes_that_see
+from .private import as_subclass, carried, is_carried, modes_that_see
 
 
 def _carry_in_torch_2_11(key: str, value: Any) -> None:
@@ -26,7 +26,6 @@ carry = private.carry if torch.__version__ >= "2.12" else _carry_in_torch_2_11
 
 def _carried(key: str, default: Any = False) -> Any:
     """A value that was set for this thread, or for the thread that started its backward pass."""
-    is_carried, carried = private.is_carried, private.carried
     return property(lambda _: carried(key) if is_carried(key) else default, lambda _, value: carry(key, value))
 
 
