@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, Literal
 
 import torch
@@ -114,11 +114,9 @@ class Origins(PeakMemory):
 
     def _module(self) -> str | None:
         """The path or the class of the innermost module that is being called."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
+        for frame, _ in walk_stack(sys._getframe(1)):
             if frame.f_code in module_calls and isinstance(module := frame.f_locals.get("self"), nn.Module):
                 return self._names.get(id(module.__dict__), _class(module))
-            frame = frame.f_back
         return None
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
