@@ -25,6 +25,7 @@ import torch
 from ._core import private, trees
 from ._core.amounts import parse_amount
 from ._core.known import known_of
+from ._core.signatures import lists_arguments
 from ._core.state import disable_remat, own_work, state, unseen
 from ._engine.lowering import Saver
 from ._function import call
@@ -70,6 +71,7 @@ BLOCK = 2**20  # bytes that the steps of a block may save together
 
 
 @private.never_traced
+@lists_arguments
 def scan(
     step: Callable[[C, Any], tuple[C, Any]],
     carry: C,

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 import torch
 
 from ._core.known import Known
+from ._core.signatures import lists_arguments
 from ._function import Remat
 from ._modules.region_class import is_sequence
 from ._policy.policy import Policy, PolicyLike
@@ -20,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+@lists_arguments
 def sequential(
     functions: Iterable[Callable[P, R]],
     segments: int | None = None,

@@ -12,7 +12,7 @@ import torch
 
 from ._core import trees
 from ._core.lines import warn
-from ._core.signatures import accepts
+from ._core.signatures import accepts, lists_arguments
 from ._measure.program import FROZEN, Program, check_surroundings, default_loss, modules_of
 from ._modules.eligible import check_library_is_off, check_module
 from ._modules.region_class import change_back, change_in_place
@@ -37,6 +37,7 @@ Batch: TypeAlias = tuple[Any, ...] | dict[str, Any]
 Where: TypeAlias = "Types | Every | Callable[[str, torch.nn.Module], bool]"
 
 
+@lists_arguments
 def apply(
     model: M,
     where: Where,

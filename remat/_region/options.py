@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from .._core import private
+from .._core.signatures import lists_arguments
 from .._core.state import overriding, state
 from .._policy.policy import Policy, PolicyLike, as_policy
 from .._policy.warnings import Warned
@@ -112,6 +113,7 @@ def checked_options(
 
 
 @contextmanager
+@lists_arguments
 def override(
     *,
     preserve_rng_state: bool | None = None,

@@ -85,3 +85,16 @@ def test_a_warning_is_given_once_for_each_code_and_shown_once_for_each_line() ->
     assert [signatures.accepts(fn, [1]) for fn in (abs, lambda: 1, getattr)] == [True, False, None]
     taken = [signatures.accepts(wrapped(wrapped), kwargs={name: 1}, more=True) for name in ("x", "y")]
     assert taken == [True, False] and not signatures.accepts(lambda x, y: x, [1])
+
+
+@signatures.lists_arguments
+def public(fn: Callable, *args: Any, times: int = 1) -> Any:
+    return fn(times)
+
+
+def test_an_error_about_the_arguments_of_a_public_function_lists_them() -> None:
+    assert public(abs, times=-2) == 2
+    with pytest.raises(TypeError, match=r"^Call it as `public\(fn, times=...\)`: .*unexpected.*'time'\.$"):
+        public(abs, time=2)
+    with pytest.raises(TypeError, match=r"^can only concatenate"):
+        public(lambda times: "" + times)

@@ -182,8 +182,8 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.check(LAYER, BIG, transform=torch.func.grad, loss=torch.sum), "A transform takes no loss"),
     (lambda: remat.nn.budget(LAYER, 9, LEAF, where=nn.Linear, more_batches=[()]), "more_batches= takes no where="),
     (lambda: remat.nn.budget(lambda x: (LAYER(x), max)[1], 99, LEAF), "the model's result: give `loss=lambda out"),
-    (lambda: remat.nn.apply(LAYER, nn.Linear, SAVE), "apply() takes 2 positional arguments but 3 were given"),
-    (lambda: remat.scan(layer, BIG, unroll=2), "scan() got an unexpected keyword argument 'unroll'"),
+    (lambda: remat.nn.apply(LAYER, nn.Linear, SAVE), "Call it as `apply(model, where, policy=..., preserve_rng_state"),
+    (lambda: remat.scan(layer, BIG, unroll=2), "(step, carry, xs, length, reverse=..., checkpoints=..., policy=..., p"),
     (lambda: remat.override(polcy=SAVE), "override() got an unexpected keyword argument 'polcy'"),
 ]
 LAYER, META = nn.Linear(3, 3), (nn.Linear(3, 3, device="meta"), torch.ones(3, device="meta"))
