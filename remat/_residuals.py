@@ -18,8 +18,6 @@ from ._measure.program import CALLS_BACKWARD, Program, check_surroundings
 from ._region.hooks import check_hooks_are_allowed, hooks_allowed, is_hooks_refusal
 from .errors import RematError
 
-__all__ = ["SavedResidual", "print_saved_residuals", "saved_residuals"]
-
 
 def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False, **kwargs: Any) -> list[SavedResidual]:
     """List the tensors that ``fn(*args, **kwargs)`` saves in its forward for its backward.

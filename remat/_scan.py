@@ -63,8 +63,6 @@ def _reach(carries: int, repeats: int) -> int:
     return comb(carries + repeats, carries) if repeats >= 0 else 0
 
 
-__all__ = ["scan"]
-
 C = TypeVar("C")
 Tensors = Sequence[torch.Tensor]
 BLOCK = 2**20  # bytes that the steps of a block may save together

@@ -54,9 +54,6 @@ def refuse_unfinished(fn: Any, result: Any) -> NoReturn:
     )
 
 
-__all__ = ["override"]
-
-
 DeterminismCheck = Literal["metadata", "values", "none", "default"]
 
 
