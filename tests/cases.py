@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from benchmarks.measure import FlopCount
 from remat._core import trees
+from remat._measure.allocated import Allocated
 
 
 @dataclass(frozen=True)
@@ -405,3 +407,15 @@ def orders_of(derive: Callable[[int], Any]) -> int:
             raise
         return 2
     return 3
+
+
+def training_step(model: nn.Module, loss: Callable[[], Tensor]) -> tuple[list[Any], int, int]:
+    """The gradients of a step, its peak, and its FLOPs."""
+    for count in (Allocated(()), FlopCount()):
+        model.zero_grad()
+        torch.manual_seed(1)
+        with count:
+            loss().backward()
+        if isinstance(count, Allocated):
+            peak = count.peak
+    return [p.grad for p in model.parameters()], peak, count.flops

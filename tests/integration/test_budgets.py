@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import training_step
 from torch import Tensor, nn
 
 import remat
 from benchmarks import autopilot
-from benchmarks.measure import FlopCount
 from benchmarks.models import CASES
-from remat._measure.allocated import Allocated
 
 
 def gpt2(**options: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -24,15 +23,7 @@ def gpt2(**options: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def step(model: nn.Module, batch: dict[str, Tensor]) -> tuple[list[Any], int, int]:
-    """The gradients of a step, its peak, and its FLOPs."""
-    for count in (Allocated(()), FlopCount()):
-        model.zero_grad()
-        torch.manual_seed(1)
-        with count:
-            model(**batch).loss.backward()
-        if isinstance(count, Allocated):
-            peak = count.peak
-    return [p.grad for p in model.parameters()], peak, count.flops
+    return training_step(model, lambda: model(**batch).loss)
 
 
 @pytest.mark.parametrize("use_cache", [False, True])

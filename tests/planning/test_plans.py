@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same
-from planned import LAYER, X, fitted, layer, layers, squared, step
+from cases import assert_same, training_step
+from planned import LAYER, X, fitted, layer, layers, squared
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -184,39 +184,39 @@ def test_a_step_fits_and_its_numbers_are_equal(name: str, part: float) -> None:
     plan = fitted(model, part, x, loss, off=0.1 if name.startswith("calls in ") else 0.05)
     assert plan.regions and all(re.fullmatch(NAMES.get(name, ".*"), region.name) for region in plan.regions)
     fresh, _, _ = made(name)
-    _, *plain = step(fresh, lambda: loss(fresh(x)))
+    _, *plain = training_step(fresh, lambda: loss(fresh(x)))
     remat.nn.undo(model)
-    _, *undone = step(model, lambda: loss(model(x)))
+    _, *undone = training_step(model, lambda: loss(model(x)))
     assert undone == plain
 
 
 def test_the_curve_goes_from_the_least_peak_to_no_recompute_and_each_plan_costs_what_it_says() -> None:
     model, x, loss = made("a sequence of blocks")
-    _, _, plain = step(model, lambda: loss(model(x)))
+    _, _, plain = training_step(model, lambda: loss(model(x)))
     plan = remat.nn.budget(model, 0.5, x, loss=loss, cost="flops")
     assert all(a[0] < b[0] and a[1] > b[1] for a, b in zip(plan.curve, plan.curve[1:])) and plan.curve[-1][1] == 0
     for peak, flops in plan.curve[:: max(1, len(plan.curve) // 6)]:
         amount = int(1.05 * peak) + 10_000  # the prediction is not exact for small tensors
         tried = remat.nn.budget(model, amount, x, loss=loss, cost="flops")
-        _, measured, recomputed = step(model, lambda: loss(model(x)))
+        _, measured, recomputed = training_step(model, lambda: loss(model(x)))
         assert measured <= amount and recomputed - plain == tried.flops <= flops
 
 
 def test_modules_of_a_sequence_are_together_in_regions_and_the_model_can_be_copied_and_compiled() -> None:
     model, x = layers(16, 0.1), X.repeat(4, 1, 1)
-    expected, _, _ = step(model, lambda: squared(model(x)))
+    expected, _, _ = training_step(model, lambda: squared(model(x)))
     hand = remat.nn.apply(copy.deepcopy(model), LAYER)
-    alone = step(hand, lambda: squared(hand(x)))[1]
+    alone = training_step(hand, lambda: squared(hand(x)))[1]
     least = remat.nn.budget(model, 0.5, x, loss=squared).curve[0][0]
     plan = remat.nn.budget(model, least + 10_000, x, loss=squared)
     assert plan.peak < 0.9 * alone
     assert any(region.name == "" and region.children for region in plan.regions) and "[" in str(plan)
     for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        found, peak, _ = step(other, lambda other=other: squared(other(x)))
+        found, peak, _ = training_step(other, lambda other=other: squared(other(x)))
         assert_same(found, expected)
         assert peak <= plan.amount
     compiled = torch.compile(model, backend="aot_eager")
-    assert_same(step(model, lambda: squared(compiled(x)))[0], expected)
+    assert_same(training_step(model, lambda: squared(compiled(x)))[0], expected)
 
 
 def test_a_plan_is_saved_and_applied_to_the_same_model(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_plan_is_saved_and_applied_to_the_same_model(tmp_path: Path) -> None:
     other, _, _ = made("a sequence of blocks")
     loaded = remat.nn.load(other, tmp_path / "plan.json")
     assert loaded == plan and str(loaded) == str(plan)
-    assert step(other, lambda: loss(other(x)))[1:] == step(model, lambda: loss(model(x)))[1:]
+    assert training_step(other, lambda: loss(other(x)))[1:] == training_step(model, lambda: loss(model(x)))[1:]
     with pytest.raises(TypeError, match="cost is a function"):
         remat.nn.budget(model, 0.3, x, loss=loss, cost=lambda *_: 1.0).save(tmp_path / "plan.json")
 
@@ -351,7 +351,7 @@ def test_regions_that_the_model_has_are_replaced() -> None:
     remat.nn.apply(model, nn.Linear)
     plans = [remat.nn.budget(each, 0.4, x, loss=loss) for each in (model, fresh)]
     assert plans[0].regions == plans[1].regions
-    peaks = [step(each, lambda each=each: loss(each(x)))[1] for each in (model, fresh)]
+    peaks = [training_step(each, lambda each=each: loss(each(x)))[1] for each in (model, fresh)]
     assert peaks[0] == pytest.approx(peaks[1], abs=6000)
 
 
@@ -492,7 +492,7 @@ def test_casts_of_autocast_live_as_long_as_in_a_step(outside: bool) -> None:
     with torch.autocast("cpu", torch.bfloat16) if outside else contextlib.nullcontext():
         plan = remat.nn.budget(model, "1MiB", X[:2], loss=squared)
         torch.clear_autocast_cache()
-        _, peak, _ = step(model, lambda: squared(model(X[:2])))
+        _, peak, _ = training_step(model, lambda: squared(model(X[:2])))
     assert plan.peak == pytest.approx(peak, abs=6000)
 
 

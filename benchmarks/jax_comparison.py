@@ -1,8 +1,8 @@
 """The column `jax.checkpoint` of the README's table "Comparison", without the rows that JAX has no word for.
 
-    python tests/compat/jax_comparison.py > tests/compat/jax_0_10_2.json
+    python benchmarks/jax_comparison.py > tests/compat/jax_0_10_2.json
 
-`make test` doesn't install JAX. `test_comparison_table.py` compares the file with the README.
+`make test` doesn't install JAX. `tests/compat/test_comparison_table.py` compares the file with the README.
 """
 
 import contextlib
