@@ -90,7 +90,7 @@ class Policy(ABC):
         self,
         ctx: Any,
         op: Any,
-        args: tuple,
+        args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
         answers: dict[int, Verdict],
         names: frozenset[str],
