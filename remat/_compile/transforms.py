@@ -151,7 +151,7 @@ def _checkpointed(run: Callable, policy: Any, operands: Tensors) -> list:
         first.ac_graph_id = next(private.graph_ids)
         return first, again
 
-    with hooks_allowed(even_if_disabled=True):
+    with hooks_allowed():
         return private.original_checkpoint(
             lambda *tensors: run(list(tensors)),
             *operands,

@@ -418,5 +418,5 @@ _SHIELDS: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
     # Only the backward is in it: autograd saves nothing in a forward under it.
     (torch.is_inference_mode_enabled, partial(torch.inference_mode, False)),
     (lambda: not private.is_torch_function_enabled(), private.torch_function_enabled),
-    (private.hooks_disabled_message, partial(hooks_allowed, even_if_disabled=True)),
+    (private.hooks_disabled_message, hooks_allowed),
 ]

@@ -80,7 +80,7 @@ class Saver(RegionHooks):
             frame.operands.offload()  # not under torch.func, whose levels own their inputs
         if recording is not None:
             recording.with_slots(frame.outer)
-        with hooks_allowed(even_if_disabled=root.ran):
+        with hooks_allowed():
             private.push_hooks(self._pack_and_note if frame.is_noted else self.pack, frame.unpack)
             try:
                 result = call(*args, run)

@@ -53,7 +53,7 @@ class Call:
             return self._first(region, operands, wanted, recorded, dual)
         if root.record is not None:
             root.record.in_backward()
-        with hooks_allowed(even_if_disabled=True), outside_of_batched_backward():
+        with hooks_allowed(), outside_of_batched_backward():
             outs = self._again(region, self.guarded(operands), recorded)
         return list(map(detached, outs)) if private.dual_level_active() and not recorded else outs
 

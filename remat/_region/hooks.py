@@ -24,22 +24,17 @@ _DISABLE = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr
 
 
 class hooks_allowed:
-    """Within, saved-tensor hooks are allowed although torch.func has disabled them in this thread.
+    """Within, saved-tensor hooks are allowed although torch.func, or the user, has disabled them in this thread.
 
-    With ``even_if_disabled`` also where the user has disabled them: a recompute must run wherever the backward does.
+    A recompute must run wherever the backward does; first runs `check_hooks_are_allowed` before.
     """
 
-    __slots__ = ("even_if_disabled", "lifted")
-
-    def __init__(self, even_if_disabled: bool = False) -> None:
-        self.even_if_disabled = even_if_disabled
-        self.lifted: str | None = None
+    __slots__ = ("lifted",)
 
     def __enter__(self) -> None:
-        message = private.hooks_disabled_message()
-        if message is not None and (self.even_if_disabled or _REFUSAL in message):
+        self.lifted = private.hooks_disabled_message()
+        if self.lifted is not None:
             private.hooks_enable()
-            self.lifted = message
 
     def __exit__(self, *exception: Any) -> None:
         if self.lifted is not None:
