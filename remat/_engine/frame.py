@@ -201,7 +201,7 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
 
     __slots__ = (
-        "attempt", "check", "difference", "frame", "is_last", "last_slot", "look", "options", "rest", "slots",
+        "attempt", "difference", "frame", "is_last", "last_slot", "look", "options", "rest", "slots",
         "stopped", "to_the_end",
     )  # fmt: skip
 
@@ -210,7 +210,6 @@ class Filler(RegionHooks):
         self.to_the_end = to_the_end  # without early stop: an operation may save a tensor before it fills it
         self.is_last = last  # there will be no other recompute
         self.options = options = frame.region.root.options
-        self.check = "none" if frame.open else options.determinism_check  # how the ends of the runs are compared
         self.look, self.slots = LOOKS[options.determinism_check], slots
         self.rest: Any = iter(slots)
         self.attempt = Run()
@@ -236,10 +235,7 @@ class Filler(RegionHooks):
         """Recompute the region once; return False if that has to be repeated in full."""
         frame, region = self.frame, self.frame.region
         with within(own_work=True, logs=()):
-            operands: Any = [guard.again() for guard in frame.operands]
-            if region is region.root:
-                operands = region.inputs.kept_apart(operands)
-        result = None
+            operands = [guard.again() for guard in frame.operands]
         self.attempt = run = self._run_by_plan(whole)
         replay = run.replay
         # The own policy is for inner regions, as in the middle of a first run there is no replay yet that adds it.
@@ -251,7 +247,7 @@ class Filler(RegionHooks):
         try:
             # Logs of unfinished runs must not record this recompute.
             with within(unseen=False, logs=(), policies=policies, filling=filling):
-                result = (region.call_again if region is region.root else region.run)(operands, run)
+                region.run(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
             if not self.stopped and not (replay and replay.placeholders.is_read):
@@ -261,9 +257,6 @@ class Filler(RegionHooks):
             drop_gradient_hooks(frame.captured_inputs.tensors, first_hook)
         if replay and replay.placeholders.is_read:
             return False
-        if not self.stopped:
-            self._check_end(result, run.log)
-        del operands, result
         return not (replay and replay.escaped())
 
     def _run_by_plan(self, whole: bool) -> Run:
@@ -319,7 +312,7 @@ class Filler(RegionHooks):
     def _check_more(self) -> None:
         if self.stopped or self.frame.open:  # the first run has come no further
             self._stop()
-        if self.check != "none":
+        if self.options.determinism_check != "none":
             raise self.mismatch_of_count(f"one more in the recompute, at {user_line()}")
 
     def _compare(self, slot: Slot, now: tuple, tensor: torch.Tensor) -> None:
@@ -348,13 +341,6 @@ class Filler(RegionHooks):
     def _stop(self) -> None:
         self.stopped = True
         raise Stop
-
-    def _check_end(self, result: Any, log: Any) -> None:
-        if log is not None:
-            log.check_end()
-        region = self.frame.region
-        if self.check != "none" and region is region.root:  # one that a transform has made compares results itself
-            region.outputs.check_tree(trees.flatten(result)[1])
 
     def mismatch(self, what: str) -> RecomputeMismatchError:
         advice = _ADVICE if self.options.debug else f"{_ADVICE} {_DEBUG}"

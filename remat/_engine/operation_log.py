@@ -70,13 +70,11 @@ class OpLog(DispatchMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         state.logs = state.logs[:-1]
+        if self.first is not None and exception[0] is None:
+            self._compare(len(self.entries), None)  # no operation is missing, if the run wasn't stopped early
 
     def texts(self) -> tuple[list[str], list[str]]:
         return [*map(str, self.entries)], [*map(str, self.recomputed)]
-
-    def check_end(self) -> None:
-        """Check that no operation is missing, after a recompute that wasn't stopped early."""
-        self._compare(len(self.entries), None)
 
     def _compare(self, i: int, now: Operation | None) -> None:
         """Compare the i-th operation of this run, or None after the last one, with that of the first run."""
