@@ -47,7 +47,7 @@ class Frame:
     """What a region's first run leaves for backward passes: its slots, and everything that is needed to fill them."""
 
     __slots__ = (
-        "__weakref__", "captured_inputs", "inside", "log", "modes", "open", "operands", "outer", "policies", "policy",
+        "__weakref__", "captured_inputs", "inside", "is_noted", "log", "modes", "open", "operands", "outer", "policies",
         "read_inside", "record", "region", "slots", "streams",
     )  # fmt: skip
 
@@ -56,9 +56,12 @@ class Frame:
     ) -> None:
         self.region, self.operands, self.captured_inputs = region, operands, captured_inputs
         self.outer = outer  # the hooks around the region, to which operands and captured tensors were handed
-        self.policy = None if run.recorder is None else run.recorder.recording.verdicts.policy
-        self.policies = state.policies  # of the regions around it
+        # Of this region and those around it: in the middle of a first run no replay adds the own one for inner regions.
+        own = () if run.recorder is None else (run.recorder.recording.verdicts.policy,)
+        self.policies = *state.policies, *own
         self.read_inside = read_inside  # backward passes inside read slots, which own their values in the first run
+        # Whether slots may own values in the first run, or it is below levels of torch.func.
+        self.is_noted = read_inside or bool(own) or bool(region.root.kinds)
         self.slots = Slots()
         self.open = True  # in the first run
         self.inside = False  # a backward pass ran inside the region's forward
@@ -76,11 +79,6 @@ class Frame:
         self.captured_inputs.forget_histories()
         if recorder is not None:
             self.record = self.region.root.record = recorder.close(trees.flatten(result)[0])
-
-    @property
-    def is_noted(self) -> bool:
-        """Whether slots may own values in the first run, or it is below levels of torch.func."""
-        return self.read_inside or self.policy is not None or bool(self.region.root.kinds)
 
     @private.never_traced  # compiled autograd calls it in its graph
     def unpack(self, packed: Any) -> torch.Tensor:
@@ -238,15 +236,13 @@ class Filler(RegionHooks):
             operands = [guard.again() for guard in frame.operands]
         self.attempt = run = self._run_by_plan(whole)
         replay = run.replay
-        # The own policy is for inner regions, as in the middle of a first run there is no replay yet that adds it.
-        policies = frame.policies if frame.policy is None else (*frame.policies, frame.policy)
         first_hook = RemovableHandle.next_id
         private.push_hooks(self._pack_any if frame.is_noted else self.pack, lambda packed: packed)
         # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
         filling = len(state.recordings) if frame.open else state.filling
         try:
             # Logs of unfinished runs must not record this recompute.
-            with within(unseen=False, logs=(), policies=policies, filling=filling):
+            with within(unseen=False, logs=(), policies=frame.policies, filling=filling):
                 region.run(operands, run)
         except (Stop, Restart, Exception):
             # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
