@@ -116,7 +116,7 @@ class Group:
             for member in self._alive():
                 member.prefetch()
 
-    def clear(self) -> None:
+    def empty(self) -> None:
         for member in self._alive():
             member.release()
 
@@ -133,7 +133,7 @@ class Group:
         place = siblings.index(self)
         if private.graph_task_keeps_graph():  # then nodes don't release the groups that the pass is done with
             for group in siblings[place + 1 :]:
-                group.clear()
+                group.empty()
         self.prefetch(running)
         for group in reversed(siblings[:place]):
             if group._alive():

@@ -30,12 +30,12 @@ class Pass:
         """The pass has ended; ``__del__`` does the work."""
 
     def __del__(self) -> None:
-        for _, slots in self.reading.values():
-            for slot in slots:
-                slot.empty()
+        for _, read in self.reading.values():
+            for slot in read:
+                slot.value = None
         for ref in self.frames:
-            if (frame := ref()) is not None:
-                frame.clear()
+            if (owner := ref()) is not None:
+                owner.empty()
 
     def read(self, slot: Any, frame: Any, reader: Any) -> None:
         """Note that a slot of ``frame`` was read by a node, or by ``reader``, the frame of an inner region."""
@@ -47,7 +47,7 @@ class Pass:
         before, slots = self.reading.get(place, (None, []))
         if reader is None or reader != before:
             for old in slots:
-                old.empty()
+                old.value = None
             slots = []
         slots.append(slot)
         self.reading[place] = reader, slots

@@ -74,7 +74,7 @@ class Frame:
         """End the first run."""
         self.open = False
         if self.read_inside:
-            self.slots.clear()
+            self.slots.empty()
         close(self.operands, self.captured_inputs)
         self.captured_inputs.forget_histories()
         if recorder is not None:
@@ -117,7 +117,7 @@ class Frame:
         if value is None:
             value = self._filled(packed)
         if self.slots.stopped and private.fills_what_it_saves():
-            packed.empty()
+            packed.value = None
             value = self._filled(packed, to_the_end=True)
         if self.slots.mixed:
             make_readable(value, self.streams)
@@ -169,7 +169,7 @@ class Frame:
             if value is None:
                 return self._filled(wanted, to_the_end)  # another thread has released the value meanwhile
             if running is None:
-                wanted.empty()
+                wanted.value = None
             else:
                 running.frames.append(weakref.ref(self.slots))
             return value

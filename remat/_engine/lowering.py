@@ -69,7 +69,7 @@ class Saver(RegionHooks):
         self._recording = None if run.recorder is None else run.recorder.recording
         self._start = private.next_sequence_number()
         self._look = LOOKS[frame.region.root.options.determinism_check]
-        self._add = frame.slots.add
+        self._add = frame.slots.append
         self._known: dict[int, Guard] = {id(each.tensor): each for each in (*frame.captured_inputs, *frame.operands)}
 
     def run(self, call: Callable, *args: Any) -> Any:
@@ -151,7 +151,7 @@ class Saver(RegionHooks):
         return len(self.frame.slots)
 
     def go_back(self, count: int) -> None:
-        self.frame.slots.go_back(count)
+        del self.frame.slots[count:]
 
     def on_inner_backward(self) -> None:
         self.frame.on_inner_backward()

@@ -41,10 +41,6 @@ class Slot:
         self.version = private.version(value)  # a node may change it
         self.value = value  # last, as another thread may be waiting for it
 
-    def empty(self) -> None:
-        """Release the value."""
-        self.value = None
-
 
 class InputSlot(Slot):
     """The slot of an input that the region has changed in place, and may change again: its value is a copy."""
@@ -56,36 +52,30 @@ class InputSlot(Slot):
             super().fill(copied(value))
 
 
-class Slots:
-    """The slots of a frame, one for each tensor that autograd saved in the first run, None where it needs no slot."""
+class Slots(list["weakref.ref[Slot] | None"]):
+    """The slots of a frame, one for each tensor that autograd saved in the first run, None where it needs no slot.
 
-    __slots__ = ("__weakref__", "_refs", "add", "lock", "mixed", "once", "stopped")
+    Only nodes of autograd own the slots.
+    """
+
+    __slots__ = ("__weakref__", "lock", "mixed", "once", "stopped")
 
     def __init__(self) -> None:
-        self._refs: list[weakref.ref[Slot] | None] = []  # only nodes of autograd own the slots
-        self.add = self._refs.append  # the reference to the next slot
         self.lock = threading.RLock()  # of the thread that fills them
         self.once = False  # the values are for one pass, which reads each of them once
         self.stopped = False  # the recompute that made the values stopped as soon as all slots were filled
         self.mixed = False  # a recompute has used other streams than the first run
 
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def go_back(self, count: int) -> None:
-        """Forget all slots after the first ``count``."""
-        del self._refs[count:]
-
     def alive(self) -> list[Slot | None]:
         """Return the slots that nodes own, None for others."""
-        return [None if ref is None else ref() for ref in self._refs]
+        return [None if ref is None else ref() for ref in self]
 
-    def clear(self) -> None:
+    def empty(self) -> None:
         """Release the values that were filled in for a backward pass and not read."""
         if not self.lock.acquire(blocking=False):
             return  # another pass fills the slots, and clears them at its end; it may be waiting for this thread
         try:
             for slot in filter(None, self.alive()):
-                slot.empty()
+                slot.value = None
         finally:
             self.lock.release()

@@ -125,19 +125,20 @@ def test_the_call_of_the_engine_that_runs_a_hook() -> None:
 
 def test_a_pass_releases_what_the_reader_before_has_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of nodes, by their numbers, and of the inner regions of each frame."""
-    released, running = list[str](), Pass()
-    frame = type("Frame", (), {"clear": lambda self: released.append("frame")})()
+    emptied, running = list[str](), Pass()
+    frame = type("Slots", (), {"empty": lambda self: emptied.append("all slots")})()
     monkeypatch.setattr(private, "sequence_number", lambda node: node)
-    steps = ((1, None, ""), (1, None, ""), (2, None, "01"), (None, "A", ""), (None, "A", ""), (None, "B", "34"),
-             (None, None, "2"), (None, None, "6"))  # fmt: skip
-    for i, (node, reader, expected) in enumerate(steps):
+    steps = ((1, None, ""), (1, None, ""), (2, None, "01"), (None, "A", "01"), (None, "A", "01"), (None, "B", "0134"),
+             (None, None, "01234"), (None, None, "012346"))  # fmt: skip
+    slots = [SimpleNamespace(value=str(i)) for i in range(len(steps))]
+    for slot, (node, reader, expected) in zip(slots, steps):
         monkeypatch.setattr(private, "current_node", lambda node=node: node)
-        running.read(SimpleNamespace(empty=lambda i=i: released.append(str(i))), frame, reader)
-        assert "".join(released) == expected
-        released.clear()
+        running.read(slot, frame, reader)
+        assert "".join(str(i) for i, each in enumerate(slots) if each.value is None) == expected
     running.frames = [weakref.ref(frame), weakref.ref(type(frame)())]
     del running
-    assert sorted(released) == ["5", "7", "frame"]
+    assert [each.value for each in slots] == [None] * len(steps)
+    assert emptied == ["all slots"]
 
 
 def live(memory: PeakMemory, x: Tensor) -> int:
