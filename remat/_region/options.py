@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FunctionType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
@@ -42,16 +42,7 @@ _KINDS: list[tuple[Callable[[Any], bool], str]] = [
     (inspect.iscoroutinefunction, "an async function"),
     (inspect.isasyncgenfunction, "an async generator function"),
 ]
-UNFINISHED = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType
-
-
-def refuse_unfinished(fn: Any, result: Any) -> NoReturn:
-    """Raise an error for a result that is computed only after the region has ended."""
-    name = getattr(fn, "__name__", type(fn).__name__)
-    raise TypeError(
-        f"{name} returned a {type(result).__name__}, whose body would run outside the region. Return its values, as in "
-        f"`list(...)`."
-    )
+UNFINISHED = types.GeneratorType, types.CoroutineType, types.AsyncGeneratorType  # results of such functions
 
 
 DeterminismCheck = Literal["metadata", "values", "none", "default"]

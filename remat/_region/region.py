@@ -26,7 +26,7 @@ from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import stride_of
 from .hooks import Hooks
 from .inputs import Inputs
-from .options import UNFINISHED, Options, refuse_unfinished
+from .options import UNFINISHED, Options
 from .turns import turn
 
 
@@ -114,7 +114,11 @@ class Region:
         finally:
             torch.clear_autocast_cache()
         if isinstance(result, UNFINISHED):
-            refuse_unfinished(self.fn, result)
+            name = getattr(self.fn, "__name__", type(self.fn).__name__)
+            raise TypeError(
+                f"{name} returned a {type(result).__name__}, whose body would run outside the region. Return its "
+                f"values, as in `list(...)`."
+            )
         return result
 
     def first(self, args: tuple, kwargs: dict, run: Run) -> Any:
