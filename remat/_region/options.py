@@ -92,9 +92,9 @@ def checked_options(
     if determinism_check not in CHECKS:
         allowed = ", ".join(map(repr, CHECKS))
         raise ValueError(f"determinism_check must be one of {allowed} or 'default'; got {determinism_check!r}.")
-    if torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType)):
-        pass  # Dynamo treats these as constants and can't trace the conversion: `_compile` does it later
-    elif policy is not None:
+    # Dynamo treats lists and functions as constants and can't trace the conversion: `_compile` does it later.
+    is_constant = torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType))
+    if policy is not None and not is_constant:
         policy = as_policy(policy)
     # Dynamo can't trace the default factory of a field.
     return Options(preserve_rng_state, determinism_check, early_stop, debug, policy, warned=Warned())
