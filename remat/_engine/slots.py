@@ -20,14 +20,11 @@ class Slot:
 
     def __init__(self, fingerprint: Any) -> None:
         self.fingerprint = fingerprint  # what a recompute is compared with
-        self.first: tuple[weakref.ref, int] | None = None  # the saved tensor and its version, see ``watch``
+        # The saved tensor and its version, if it requires no grad: it may be a captured one that wasn't found.
+        self.first: tuple[weakref.ref, int] | None = None
         self.value: torch.Tensor | None = None
         self.source: Any = None  # under a policy: which value it is, in the record of the first run
         self.residual: Any = None  # the residual, if that value is saved
-
-    def watch(self, tensor: torch.Tensor) -> None:
-        """Watch a tensor that requires no grad for changes: it may be a captured tensor that the search didn't find."""
-        self.first = weakref.ref(tensor), private.version(tensor)
 
     def has_changed(self) -> bool:
         """Whether the saved tensor is still alive and was changed in place. Without remat autograd raises then."""
