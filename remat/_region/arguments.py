@@ -104,7 +104,7 @@ class Outputs:
         entries, new = _sort(leaves, operands)
         check = self.options.determinism_check
         # There is no structure yet, nor are there entries, if a backward pass inside of the first run recomputes it.
-        if self.spec not in (None, spec) and check != "none":
+        if check != "none" and self.spec not in (None, spec):
             raise RecomputeMismatchError(
                 f"The region returned a different structure in the recompute: "
                 f"{trees.describe_difference(self.spec, spec, 'output')} A region's function must return the same "
@@ -114,7 +114,7 @@ class Outputs:
             before, now = kind, kind_now
             if kind == kind_now == NEW:
                 before, now = self.prints[number], fingerprint(new[number_now], check)
-            if now != before and check != "none":
+            if check != "none" and now != before:
                 raise RecomputeMismatchError(
                     f"{self.name(i)} was {before} in the region's forward and {now} in the recompute. A region's "
                     f"function must be deterministic: look for a branch on changed Python state, or on a random value "
