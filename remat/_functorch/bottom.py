@@ -85,7 +85,7 @@ class Call:
         if fits:
             self.depends = [t.requires_grad for t in outs]
         if recorded and fits:  # else the results would have a history that the same program without remat hasn't
-            own = operands[: len(root.inputs.operands())]  # without tangents, whose numbers may be those of cotangents
+            own = operands[: len(root.inputs.operands)]  # without tangents, whose numbers may be those of cotangents
             self.unread = unreached(outs, {i: t for i, t in enumerate(own) if is_in_graph(t)})
             recorded = any(is_in_graph(t) for i, t in enumerate(operands) if i not in self.unread)
         if recorded or not follows:

@@ -37,7 +37,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
             shared, needs_levels = Call(recorder_for(region)), False
             try:
                 with own_work():
-                    operands = region.inputs.operands()
+                    operands = region.inputs.operands
                     if state.watch is not None:
                         state.watch.reads(operands)
                     outs = apply(region, operands, shared)

@@ -112,7 +112,7 @@ class Watch(TorchFunctionMode):
         """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""
         kinds = self.region.kinds
         top = len(kinds) - kinds[::-1].index(private.GRAD)
-        operands = self.region.inputs.operands()
+        operands = self.region.inputs.operands
         return any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in operands)
 
     def reads(self, read: Sequence[torch.Tensor]) -> None:
@@ -148,7 +148,7 @@ class Watch(TorchFunctionMode):
         region, kinds = self.region, self.region.kinds
         if kinds and private.GRAD not in kinds and private.JVP not in kinds:
             return  # a tensor stored under vmap has no use without remat either
-        known = set(map(id, (*outs, *region.inputs.operands())))
+        known = set(map(id, (*outs, *region.inputs.operands)))
         values = [*region.inputs.arguments.searched(), *(value for _, value in region.outputs.entries)]
         for path, value in Captured(region.fn, *values).tensors:
             lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)

@@ -84,7 +84,7 @@ LOGGER = logging.getLogger("remat")
 def log_saved(region: Any) -> None:
     """Log what a region saves, whose first run has ended."""
     inputs = region.inputs
-    named = [(inputs.name(i), tensor) for i, tensor in enumerate(inputs.operands())]
+    named = [(inputs.name(i), tensor) for i, tensor in enumerate(inputs.operands)]
     named += [(guard.name, guard.tensor) for guard in inputs.captured if guard.tensor is not None]
     given = [f"{name} {type_text(t.dtype, t.shape)}" for name, t in named]
     residuals = [] if region.record is None else region.record.saved_values.residuals()

@@ -26,17 +26,16 @@ class Inputs:
     """The inputs of one call. Errors name an operand by ``name(i)``."""
 
     __slots__ = (
-        "_apart", "_bindings", "_found", "_ids", "_same", "_variables", "arguments", "captured", "captured_operands",
-        "tensors",
+        "_apart", "_bindings", "_found", "_ids", "_same", "_variables", "arguments", "captured", "operands",
     )  # fmt: skip
 
     def __init__(self, arguments: Arguments, tensors: list) -> None:
-        self.arguments, self.tensors = arguments, tensors
+        self.arguments = arguments
+        self.operands = tensors  # that the caller passed: the arguments' tensors, then captured ones
         self._found: Captured | None = None  # what the function captures
         self._variables: Sequence[Variables] = ()  # the variables that it reads
         # Most regions have none of these. Few objects for each region keep the garbage collector's work small.
         self.captured: Guards = NO_GUARDS  # captured tensors that are not operands
-        self.captured_operands: Tensors = ()  # captured tensors that are operands
         self._ids: Sequence[int] = ()  # the ids of the tensors in `captured`, by which variables refer to them
         self._bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured operand -> path, index of the operand
         self._apart: Collection[int] = ()  # operands of which the runs get views
@@ -52,9 +51,9 @@ class Inputs:
             self._variables = self._found.variables
         captured: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}
-        operands: list[torch.Tensor] = []
+        operands = list(self.operands)
         generators = self.arguments.generators()
-        index = {id(t): i for i, t in enumerate(self.tensors)} if follow else {}
+        index = {id(t): i for i, t in enumerate(operands)} if follow else {}
         for path, value in self._found.tensors:
             if not isinstance(value, torch.Tensor):
                 generators.append(value)
@@ -62,23 +61,19 @@ class Inputs:
                 continue  # a module has stored it, as its last activation
             elif follow is not None and (id(value) in index or follow(value)):
                 if id(value) not in index:
-                    index[id(value)] = len(self.tensors) + len(operands)
+                    index[id(value)] = len(operands)
                     operands.append(value)
                 bindings.setdefault(id(value), (path, index[id(value)]))
             else:
                 captured.setdefault(id(value), (path, value))
-        self._bindings, self.captured_operands = bindings, operands
+        self._bindings, self.operands = bindings, operands
         if captured:
             paths, tensors = zip(*captured.values())
             self._ids = list(captured)
             self.captured = Guards(tensors, lambda i: f"captured {paths[i]}", self._found.buffers)
             self.captured.watch_gradients()
-            self._same = _same(self.operands(), tensors)
+            self._same = _same(operands, tensors)
         return generators
-
-    def operands(self) -> list[torch.Tensor]:
-        """Return the operands that the caller of the region passed."""
-        return [*self.tensors, *self.captured_operands]
 
     def with_captured(self, operands: Tensors) -> list[torch.Tensor]:
         """Return these operands and the captured tensors."""
@@ -86,7 +81,7 @@ class Inputs:
 
     def release(self) -> None:
         """Release the operands, which the recompute gets from its caller, and the captured tensors."""
-        self.tensors, self.captured_operands = [], []
+        self.operands = []
         self._found = None
 
     def roll_back(self) -> None:
@@ -110,7 +105,7 @@ class Inputs:
         """
         first: dict[int, Any] = dict.fromkeys(map(id, self.captured.tensors))
         known = {i for i, _ in self._same}
-        pairs = enumerate(zip(operands, self.operands()))
+        pairs = enumerate(zip(operands, self.operands))
         self._apart = {i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer} - known
         return self.kept_apart(operands)
 

@@ -91,7 +91,7 @@ class Region:
         """
         inputs = self.inputs
         generators = inputs.find(self.fn, follow)
-        tensors = inputs.with_captured(inputs.operands())
+        tensors = inputs.with_captured(inputs.operands)
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         hand_captured(outer, inputs.captured)
         self.ambient = Ambient(devices, generators, self.options.preserve_rng_state)
@@ -124,7 +124,7 @@ class Region:
     def first(self, args: tuple, kwargs: dict, run: Run) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        mode = run.mode(self.inputs.with_captured(self.inputs.tensors))
+        mode = run.mode(self.inputs.with_captured(self.inputs.operands))
         result = self._called(args, kwargs, mode, run.log, again=False)
         self.outputs.spec = trees.flatten(result)[1]
         return result

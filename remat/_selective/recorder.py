@@ -180,7 +180,7 @@ def recorder_for(region: Any) -> Recorder | None:
     policy = within(outer[-1] if outer else None, own)
     if policy.saves_nothing:
         return None
-    if FakeTensor in map(type, region.inputs.with_captured(region.inputs.operands())):
+    if FakeTensor in map(type, region.inputs.with_captured(region.inputs.operands)):
         known.warn_once("fake", FAKE)
         return None
     if in_region and not outer and not isinstance(own, Budget):
