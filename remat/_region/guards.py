@@ -101,7 +101,7 @@ class Guard(Held):
         if self.packed is not None:
             outer = self.packed.contents
             return outer.stale if isinstance(outer, Guard) else None
-        return None if self.tensor is None or self.is_as_before else self.tensor
+        return None if self.is_as_before else self.tensor
 
     @property
     def name(self) -> str:
@@ -184,9 +184,8 @@ class Guard(Held):
         """
         added_to = accumulated and self.requires_grad
         other = self.copy is not None or self.lost or self.packed is not None or self.dual is not None
-        if added_to or other or self.tensor is None:
-            stale = None if self.packed is None else self.stale
-            return self.again() if stale is None else stale
+        if added_to or other:
+            return self.again() if self.stale is None else self.stale
         if self.tensor.requires_grad is not self.requires_grad:  # it was frozen or detached since
             tensor = cut(self.tensor, self.requires_grad, self.leaf)
             if not self.leaf:
