@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +16,13 @@ from .fingerprints import fingerprint
 _TENSORS = frozenset([torch.Tensor, torch.nn.Parameter])
 
 
+@dataclass(slots=True)
 class Arguments:
     """The structure of ``(args, kwargs)``, and the leaves that are not tensors."""
 
-    __slots__ = ("leaves", "spec", "uses")
-
-    def __init__(self, spec: trees.TreeSpec, leaves: Sequence[Any], uses: Sequence[tuple[int, int]]) -> None:
-        self.spec = spec
-        self.leaves = leaves  # None for each tensor
-        self.uses = uses  # position of a leaf, index of its operand
+    spec: trees.TreeSpec
+    leaves: Sequence[Any]  # None for each tensor
+    uses: Sequence[tuple[int, int]]  # position of a leaf, index of its operand
 
     def searched(self) -> list[Any]:
         """The leaves that may lead to captured tensors."""
@@ -72,6 +71,7 @@ def take_apart(args: tuple, kwargs: dict) -> tuple[Arguments, list[torch.Tensor]
 NEW, OPERAND, VALUE = "a new tensor", "one of the inputs", "not a tensor"
 
 
+@dataclass(slots=True)
 class Outputs:
     """The structure of a result, recorded in the first run.
 
@@ -79,13 +79,10 @@ class Outputs:
     autograd Function, so that it keeps its identity and its history.
     """
 
-    __slots__ = ("entries", "options", "prints", "spec")
-
-    def __init__(self, options: Any) -> None:
-        self.options = options
-        self.spec: Any = None
-        self.entries: Sequence[tuple[str, Any]] = ()
-        self.prints: Sequence[Any] = ()
+    options: Any
+    spec: Any = None
+    entries: Sequence[tuple[str, Any]] = ()
+    prints: Sequence[Any] = ()  # fingerprints of the new tensors
 
     def record(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Flatten the result of the first run and return its new tensors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from logging import DEBUG
 from operator import attrgetter
@@ -30,16 +31,14 @@ from .options import UNFINISHED, Options
 from .turns import turn
 
 
+@dataclass(slots=True)
 class Run:
     """A first run, or a recompute. A subclass takes several attempts."""
 
-    __slots__ = ("log", "recorder", "replay", "watch")
-
-    def __init__(self, log: Any = None, recorder: Any = None, watch: Any = None, replay: Any = None) -> None:
-        self.log = log  # the operation log of ``debug=True``
-        self.recorder = recorder  # records the operations of a first run under a policy
-        self.watch = watch  # sees the torch functions that a first run under torch.func calls
-        self.replay = replay  # skips and restores operations in a recompute under a policy
+    log: Any = None  # the operation log of ``debug=True``
+    recorder: Any = None  # records the operations of a first run under a policy
+    watch: Any = None  # sees the torch functions that a first run under torch.func calls
+    replay: Any = None  # skips and restores operations in a recompute under a policy
 
     def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
