@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) 
     arguments, tensors = take_apart(args, kwargs)
     if state.watch is not None:  # the arguments of a region are read by the region around it
         state.watch.reads(tensors)
-    operands, outer = Guards(tensors, arguments.name), private.top_hooks(True)
+    operands, outer = Guards(tensors, partial(arguments.name, fn)), private.top_hooks(True)
     hand_operands(outer, operands, arguments.uses)
     region = Region(fn, arguments, tensors, options, known)
     try:

@@ -27,7 +27,6 @@ from .._core.signatures import accepts
 from .._core.state import state
 from .._core.tensors import as_bytes, bytes_of, has_data, is_dense, is_differentiable
 from .._region.arguments import take_apart
-from .._region.error_context import with_parameters
 from .._region.guards import COPY_LARGER_BYTES
 from .._region.hooks import drop_gradient_hooks
 from ..errors import RematError, shown
@@ -142,7 +141,7 @@ class Program:
         self._roots = [fn, *self.arguments.searched(), *(each for each in (transform, loss) if each is not None)]
         self._found = Captured(*self._roots)
         # Of the tensors: "argument x".
-        self.names = [with_parameters(called, self.arguments.name(i)) for i in range(len(self.tensors))]
+        self.names = [self.arguments.name(called, i) for i in range(len(self.tensors))]
         found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
         captured = list(reversed(found.values()))
         given = [(f"argument generator {i}", each) for i, each in enumerate(self.arguments.generators())]

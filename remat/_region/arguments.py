@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,10 +40,19 @@ class Arguments:
         result: Any = self.spec.unflatten(leaves)
         return result
 
-    def name(self, i: int) -> str:
-        """The name of the i-th operand in errors."""
-        path = trees.paths(self.spec, "")[next(position for position, index in self.uses if index == i)]
-        return "argument " + (f"args{path[3:]}" if path.startswith("[0]") else f"kwargs{path[3:]}")
+    def name(self, fn: Any, i: int) -> str:
+        """The name of the i-th operand in errors: the parameter of ``fn`` or, in a built-in function, the position."""
+        path = self.spec.accessors()[next(position for position, index in self.uses if index == i)]
+        is_keyword, key, inside = path[0].entry == 1, path[1].entry, path[2:].codify("")
+        if is_keyword:
+            return f"argument {key}{inside}"
+        try:
+            parameters = list(inspect.signature(fn).parameters.values())[: key + 1]
+        except (TypeError, ValueError):
+            parameters = []
+        if len(parameters) <= key or any(each.kind is each.VAR_POSITIONAL for each in parameters):
+            return f"argument args[{key}]{inside}"
+        return f"argument {parameters[key].name}{inside}"
 
 
 @functools.lru_cache(128)

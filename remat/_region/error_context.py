@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-import re
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +21,7 @@ def with_region(error: Exception, region: Any, recomputing: bool = True) -> Exce
     where = f"{name_of_region(root)} called at {root.line}"
     if isinstance(error, RematError) and error.region is None:
         error.region = where
-        error.args = (f"{with_parameters(root.fn, str(error))}\nThe region is {where}.",)
+        error.args = (f"{error}\nThe region is {where}.",)
     elif recomputing:
         add_note(error, f"while recomputing {where}")
     elif str(error).startswith("Expanded Weights"):
@@ -56,28 +54,6 @@ def add_note(error: Exception, note: str) -> None:
         error.__notes__ = [*notes, note]  # Python 3.10 has no `add_note`
 
 
-_ARGUMENT = re.compile(r"argument (args|kwargs)\[('[^']*'|\d+)\]")
-
-
-def with_parameters(fn: Any, text: str) -> str:
-    """The text, with the parameters of a function in place of the positions of its arguments."""
-    return _ARGUMENT.sub(lambda found: _argument(fn, found), text)
-
-
-def _argument(fn: Any, found: re.Match[str]) -> str:
-    """Name an argument by its parameter in the user's function, instead of its position."""
-    kind, key = found[1], found[2]
-    if kind == "kwargs":
-        return f"argument {key.strip(chr(39))}"
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())[: int(key) + 1]
-    except (TypeError, ValueError):  # a built-in function
-        return found[0]
-    if len(parameters) <= int(key) or any(each.kind is each.VAR_POSITIONAL for each in parameters):
-        return found[0]
-    return f"argument {parameters[-1].name}"
-
-
 LOGGER = logging.getLogger("remat")
 
 
@@ -92,6 +68,6 @@ def log_saved(region: Any) -> None:
     nbytes = size_text(sum({id(t): t.numel() * t.element_size() for _, t in named}.values()))
     LOGGER.debug(
         "%s called at %s saves inputs, %s: %s; and values, %s: %s",
-        *(name_of_region(region), region.line, nbytes, with_parameters(region.fn, ", ".join(given)) or "none"),
+        *(name_of_region(region), region.line, nbytes, ", ".join(given) or "none"),
         *(size_text(sum(each.nbytes for each in residuals)), ", ".join(made) or "none"),
     )

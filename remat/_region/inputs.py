@@ -26,11 +26,12 @@ class Inputs:
     """The inputs of one call. Errors name an operand by ``name(i)``."""
 
     __slots__ = (
-        "_apart", "_bindings", "_found", "_ids", "_same", "_variables", "arguments", "captured", "operands",
+        "_apart", "_bindings", "_found", "_ids", "_same", "_variables", "arguments", "captured", "fn",
+        "operands",
     )  # fmt: skip
 
-    def __init__(self, arguments: Arguments, tensors: list) -> None:
-        self.arguments = arguments
+    def __init__(self, fn: Callable, arguments: Arguments, tensors: list) -> None:
+        self.fn, self.arguments = fn, arguments
         self.operands = tensors  # that the caller passed: the arguments' tensors, then captured ones
         self._found: Captured | None = None  # what the function captures
         self._variables: Sequence[Variables] = ()  # the variables that it reads
@@ -41,13 +42,13 @@ class Inputs:
         self._apart: Collection[int] = ()  # operands of which the runs get views
         self._same: Sequence[tuple[int, int]] = ()  # positions in [*operands, *captured] of tensors that are one
 
-    def find(self, fn: Callable, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
+    def find(self, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
         """Find what the function captures, as it is now, and return all random generators.
 
         Captured tensors for which ``follow`` is true become operands.
         """
         if self._found is None:
-            self._found = Captured(fn, *self.arguments.searched())
+            self._found = Captured(self.fn, *self.arguments.searched())
             self._variables = self._found.variables
         captured: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}
@@ -94,7 +95,7 @@ class Inputs:
         given = {index for _, index in self.arguments.uses}
         captured = {index: f"captured {path}" for path, index in self._bindings.values() if index not in given}
         if i in given:
-            return self.arguments.name(i)
+            return self.arguments.name(self.fn, i)
         return captured[i] if i in captured else f"the derivative of {self.name(i % len(given | captured.keys()))}"
 
     def apart(self, operands: Tensors) -> Tensors:

@@ -70,7 +70,7 @@ class Region:
     ) -> None:  # fmt: skip
         self.fn, self.options, self.known = fn, options, known
         self.line: Line = user_line(4)  # the user's line that called it
-        self.inputs = Inputs(arguments, tensors)
+        self.inputs = Inputs(fn, arguments, tensors)
         self.outputs = Outputs(options)
         self.ambient: Ambient | None = None  # at its start
         self.answers = Answers()  # of the predicates in regions inside it, in its first run
@@ -89,7 +89,7 @@ class Region:
         through the hooks ``outer`` if they accept them. The state is recorded last, as hooks may draw random numbers.
         """
         inputs = self.inputs
-        generators = inputs.find(self.fn, follow)
+        generators = inputs.find(follow)
         tensors = inputs.with_captured(inputs.operands)
         devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
         hand_captured(outer, inputs.captured)
