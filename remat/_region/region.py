@@ -40,13 +40,6 @@ class Run:
     watch: Any = None  # sees the torch functions that a first run under torch.func calls
     replay: Any = None  # skips and restores operations in a recompute under a policy
 
-    def mode(self, inputs: Sequence[torch.Tensor]) -> Any:
-        """Return the dispatch mode for the run, or None. ``inputs`` come from outside of the region."""
-        mode = self.recorder or self.replay
-        if mode is not None:
-            mode.bind(inputs)
-        return mode
-
     def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], Any]) -> Any:
         """Recompute, in as many attempts as needed."""
         return go(self)
@@ -101,14 +94,17 @@ class Region:
             log_saved(self)
         self.inputs.release()
 
-    def _called(self, args: Sequence, kwargs: dict, mode: Any, log: Any, again: bool) -> Any:
-        """Call the function, in its first run or ``again``."""
+    def _called(self, args: Sequence, kwargs: dict, run: Run, inputs: Sequence[torch.Tensor], again: bool) -> Any:
+        """Call the function, in its first run or ``again``. The ``inputs`` come from outside of the region."""
         contexts, fn = self.options.contexts, self.fn
+        mode = run.recorder or run.replay
+        if mode is not None:
+            mode.bind(inputs)
         if private.profiling():
             fn = in_range(fn, "recompute" if again else "forward")
         torch.clear_autocast_cache()  # so that all runs cast the weights that they read, and the casts are freed
         try:
-            with within(own_work=False) if again else first_run(self.answers), mode or _NOTHING, log or _NOTHING:
+            with within(own_work=False) if again else first_run(self.answers), mode or _NOTHING, run.log or _NOTHING:
                 result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
         finally:
             torch.clear_autocast_cache()
@@ -123,8 +119,7 @@ class Region:
     def first(self, args: tuple, kwargs: dict, run: Run) -> Any:
         """The first run, on the user's own arguments."""
         self.ran = True
-        mode = run.mode(self.inputs.with_captured(self.inputs.operands))
-        result = self._called(args, kwargs, mode, run.log, again=False)
+        result = self._called(args, kwargs, run, self.inputs.with_captured(self.inputs.operands), again=False)
         self.outputs.spec = trees.flatten(result)[1]
         return result
 
@@ -138,8 +133,8 @@ class Region:
                 operands, captured = inputs.again(operands)
                 kept = inputs.captured.statistics_kept(captured)
                 with inputs.bound_again(operands, captured), inputs.captured.watched(), kept:
-                    mode = run.mode([*operands, *captured])
-                    result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=True)
+                    args, kwargs = inputs.arguments.filled(operands)
+                    result = self._called(args, kwargs, run, [*operands, *captured], again=True)
                 several = self.graded or len(self.kinds) > 1
                 # The first run refused hooks on what required grad in it; more tensors may in a recompute.
                 if RemovableHandle.next_id != first_hook and several and private.GRAD in self.kinds:
@@ -164,8 +159,8 @@ class Region:
         if run.watch is not None:
             run.watch.gets(operands)
         with inputs.bound_first(operands), run.watch or _NOTHING:
-            mode = run.mode(inputs.with_captured(operands))
-            result = self._called(*inputs.arguments.filled(operands), mode, run.log, again=False)
+            args, kwargs = inputs.arguments.filled(operands)
+            result = self._called(args, kwargs, run, inputs.with_captured(operands), again=False)
         if any((t.shape, stride_of(t)) != form for t, form in zip(operands, forms)):
             raise MutationError(
                 "A region under torch.func.jvp changes the shape or strides of an argument or a captured tensor in "
