@@ -142,15 +142,12 @@ class Outputs:
 
 
 def _sort(leaves: Sequence[Any], operands: Sequence[torch.Tensor]) -> tuple[list[tuple[str, Any]], list[torch.Tensor]]:
-    seen = {id(t): (OPERAND, i) for i, t in enumerate(operands)}
+    places: dict[int, tuple[str, Any]] = {id(t): (OPERAND, i) for i, t in enumerate(operands)}
     entries: list[tuple[str, Any]] = []
     new: list[torch.Tensor] = []
     for leaf in leaves:
-        if not isinstance(leaf, torch.Tensor):
-            entries.append((VALUE, leaf))
-        else:
-            if id(leaf) not in seen:
-                seen[id(leaf)] = (NEW, len(new))
-                new.append(leaf)
-            entries.append(seen[id(leaf)])
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+            places[id(leaf)] = NEW, len(new)
+            new.append(leaf)
+        entries.append(places.get(id(leaf), (VALUE, leaf)))
     return entries, new
