@@ -361,7 +361,8 @@ def _is_small(tensor: torch.Tensor, limit: int) -> bool:
 
 
 def _may_be_statistics(tensor: torch.Tensor) -> bool:
-    is_vector = tensor.dim() == 1 and tensor.is_floating_point()
+    # A wrapper, which an inner region hands over, may be one of a level that has ended, which can't be written to.
+    is_vector = tensor.dim() == 1 and tensor.is_floating_point() and not private.is_wrapped(tensor)
     return is_vector and not tensor.requires_grad and _is_small(tensor, COPY_BYTES)
 
 
