@@ -31,10 +31,9 @@ from ._engine.lowering import Saver
 from ._function import call
 from ._measure.program import Program
 from ._policy.policy import PolicyLike
-from ._region.around import of_region
 from ._region.error_context import add_note
 from ._region.fingerprints import fingerprint
-from ._region.hooks import hooks_hidden
+from ._region.hooks import hooks_hidden, of_region
 from ._region.options import Options, checked_options
 from .errors import shown
 

@@ -25,11 +25,10 @@ from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
 from .._core.state import alias, state, within
 from .._core.tensors import bare, is_in_graph
-from .._region.around import RegionHooks, of_region
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, maker_of
 from .._region.guards import Guard, Guards, Held, close
-from .._region.hooks import Packed, drop_gradient_hooks, hooks_allowed
+from .._region.hooks import Packed, RegionHooks, drop_gradient_hooks, hooks_allowed, of_region
 from .._region.placeholders import Restart
 from .._region.region import Run
 from .._region.turns import turn

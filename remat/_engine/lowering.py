@@ -18,11 +18,10 @@ from .._core.private import is_wrapped, origin, raw_version, sequence_number
 from .._core.state import alias, state
 from .._core.tensors import bare
 from .._region.arguments import take_apart
-from .._region.around import RegionHooks, hand_operands, of_region
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS
-from .._region.guards import Guard, Guards, Held
-from .._region.hooks import Packed, hooks_allowed, is_hooks_refusal
+from .._region.guards import Guard, Guards, Held, hand_operands
+from .._region.hooks import Packed, RegionHooks, hooks_allowed, is_hooks_refusal, of_region
 from .._region.options import Options
 from .._region.region import Region, Run
 from .._selective.recorder import recorder_for

@@ -17,8 +17,7 @@ from .._core.tensors import as_leaf, detached, is_dual, is_in_graph, is_recorded
 from .._engine.frame import Frame, outside_of_batched_backward
 from .._engine.lowering import Saver
 from .._engine.operation_log import OpLog
-from .._region.around import hand_captured, hand_operands
-from .._region.guards import CHANGED, NO_GUARDS, Guards, close
+from .._region.guards import CHANGED, NO_GUARDS, Guards, close, hand_captured, hand_operands
 from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import Run
 from .._selective.replay import Recompute

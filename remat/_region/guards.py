@@ -24,7 +24,7 @@ from .._core.state import alias, own_work, state, unseen
 from .._core.tensors import copied, holder, is_dual, is_in_graph, parts, span
 from ..errors import MutationError
 from .fingerprints import bits, checksum, fingerprint
-from .hooks import Hooks, Packed, drop_gradient_hooks
+from .hooks import Hooks, Packed, drop_gradient_hooks, in_torch_checkpoint, of_region
 
 # Tensors up to this size that don't require grad are copied before the first run, as the region may change them.
 COPY_BYTES = 16 * 1024
@@ -288,6 +288,33 @@ def _kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
             for tensor, version, value in before:
                 if _version(tensor) == version:  # batch norm leaves no trace in it
                     tensor.data.copy_(value)
+
+
+def hand_operands(hooks: Hooks | None, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:
+    """Pass a region's operands to the hooks around it. A recompute of the outer region may need nothing else.
+
+    Hooks of a region or of torch's checkpoint get an operand once for each use of it: their recompute may find two
+    tensors where this run finds one, and must pass the same number.
+    """
+    if hooks is not None:
+        in_region = of_region(hooks) is not None
+        each: Iterable[int] = range(len(operands))
+        if uses is not None and (in_region or in_torch_checkpoint()):
+            each = [i for _, i in uses]
+        operands.hand_over(hooks, each, in_region)
+
+
+def hand_captured(hooks: Hooks | None, captured_inputs: Guards) -> None:
+    """Pass captured tensors to the hooks around a region, except those that stay alive."""
+    if hooks is not None and len(captured_inputs):
+        in_region, owner = of_region(hooks) is not None, getattr(hooks[0], "__self__", None)
+        tensors, is_counted = captured_inputs.tensors, in_torch_checkpoint()
+        # An outer region refers to a parameter without packing it, as it has not made it.
+        stay = {i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or not in_region)}
+        # The recompute of torch's checkpoint may find other tensors, as no region around it binds variables then.
+        takes_all = is_counted or getattr(owner, "takes_all", False)
+        each = [i for i in range(len(tensors)) if takes_all or i not in stay]
+        captured_inputs.hand_over(hooks, each, in_region, counted=stay if is_counted else ())
 
 
 def close(operands: Guards, captured_inputs: Guards) -> None:

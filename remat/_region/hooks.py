@@ -1,4 +1,4 @@
-"""The stack of saved-tensor hooks: where they are disabled or refused; tensors passed to those around a region."""
+"""The stack of saved-tensor hooks: where they are disabled or refused, those of regions, and those around a region."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._core import private
 from .._core.passes import current_scope
-from .._core.state import unseen
+from .._core.state import state, unseen
 from .._core.tensors import is_plain, laid_out
 from ..errors import MutationError, RematError
 from .fingerprints import fingerprint, stride_of
@@ -100,6 +100,35 @@ def drop_gradient_hooks(tensors: Iterable[torch.Tensor | None], since: int) -> N
 
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class RegionHooks:
+    """The object whose methods are the saved-tensor hooks of a region, in its first run or in a recompute.
+
+    Both have ``count``, the number of tensors saved so far, and ``go_back(count)``, which forgets all after these.
+    """
+
+    __slots__ = ()
+    around: Any = None  # the hooks of the outer region, which get what this region's policy saves
+
+    def on_inner_backward(self) -> None:
+        """Called when a backward pass runs before the first run has ended."""
+
+
+def of_region(hooks: tuple | None) -> RegionHooks | None:
+    """The region's hooks object that a pair of hooks belongs to, or None for other hooks."""
+    owner = None if hooks is None else getattr(hooks[0], "__self__", None)
+    return owner if isinstance(owner, RegionHooks) else None
+
+
+def positions() -> list[tuple[Any, int]]:
+    """How far the outer regions have come: their logs and saved tensors, which can ``go_back`` to these numbers."""
+    found: list[Any] = [*state.logs]
+    region: Any = of_region(private.top_hooks(True))
+    while region is not None:
+        found.append(region)
+        region = region.around
+    return [(each, each.count) for each in found]
 
 
 class Packed:

@@ -22,9 +22,9 @@ from .._core.state import first_run, recomputing, state, within
 from .._policy.predicates import Answers
 from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
-from .around import hand_captured
 from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import stride_of
+from .guards import hand_captured
 from .hooks import Hooks
 from .inputs import Inputs
 from .options import UNFINISHED, Options

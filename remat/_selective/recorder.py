@@ -16,8 +16,7 @@ from .._core.private import DispatchMode, FakeTensor, without_torch_function
 from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
 from .._policy.policy import Budget, as_policy, within
-from .._region.around import of_region
-from .._region.hooks import in_torch_checkpoint
+from .._region.hooks import in_torch_checkpoint, of_region
 from ..errors import RematError
 from .mode import RegionMode
 from .program import Plan

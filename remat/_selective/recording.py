@@ -19,8 +19,7 @@ from .._core.tensors import holder, is_differentiable, is_plain, parts
 from .._policy.policy import Budget, Policy, Verdict
 from .._policy.predicates import Answers, Question, question
 from .._policy.warnings import Warned
-from .._region.around import of_region
-from .._region.hooks import Hooks
+from .._region.hooks import Hooks, of_region
 from .choices import Choices
 from .program import Log, Program, Step
 from .saved import SavedValues, Saves, Source

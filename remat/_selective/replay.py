@@ -17,7 +17,7 @@ from .._core.facts import Facts, facts_of, tensors
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
 from .._core.tensors import all_parts, as_bytes, holder, is_wrapper_call
-from .._region.around import positions
+from .._region.hooks import positions
 from .._region.placeholders import Placeholders, Restart
 from .._region.region import Run
 from ..errors import RecomputeMismatchError
