@@ -120,7 +120,7 @@ class Frame:
         if self.slots.mixed:
             make_readable(value, self.streams)
         is_copy = reader is not None and type(packed) is InputSlot  # for a region inside; autograd raises an error
-        if private.version(value) != packed.version or (packed.first and not is_copy and packed.has_changed()):
+        if private.version(value) != packed.version or (not is_copy and packed.has_changed()):
             raise MutationError(
                 f"A tensor that the region captured or computed, {fingerprint(value, 'metadata')}, was saved for the "
                 f"backward and then changed in place. The same program raises an error without remat, unless saved-"

@@ -101,7 +101,7 @@ class Saver(RegionHooks):
             return held
         slot = (Slot if found is None else InputSlot)(self._look(tensor))
         if node is None and not tensor.requires_grad:
-            slot.first = weakref.ref(tensor), private.version(tensor)
+            slot.first = weakref.ref(tensor)
         self._add(weakref.ref(slot))
         return slot
 

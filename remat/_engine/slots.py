@@ -20,18 +20,15 @@ class Slot:
 
     def __init__(self, fingerprint: Any) -> None:
         self.fingerprint = fingerprint  # what a recompute is compared with
-        # The saved tensor and its version, if it requires no grad: it may be a captured one that wasn't found.
-        self.first: tuple[weakref.ref, int] | None = None
+        self.first: weakref.ref | None = None  # a saved tensor that may be a captured one that the search didn't find
         self.value: torch.Tensor | None = None
         self.source: Any = None  # under a policy: which value it is, in the record of the first run
         self.residual: Any = None  # the residual, if that value is saved
 
     def has_changed(self) -> bool:
         """Whether the saved tensor is still alive and was changed in place. Without remat autograd raises then."""
-        assert self.first is not None
-        ref, version = self.first
-        tensor = ref()
-        return tensor is not None and private.version(tensor) != version
+        tensor = None if self.first is None else self.first()
+        return tensor is not None and private.version(tensor) != self.fingerprint[4]  # the version when it was saved
 
     def fill(self, value: torch.Tensor) -> None:
         """Set the value."""
