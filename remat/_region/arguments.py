@@ -123,14 +123,11 @@ class Outputs:
                 before, now = self.prints[number], fingerprint(new[number_now], check)
             if check != "none" and now != before:
                 raise RecomputeMismatchError(
-                    f"{self.name(i)} was {before} in the region's forward and {now} in the recompute. A region's "
-                    f"function must be deterministic: look for a branch on changed Python state, or on a random value "
-                    f"that isn't drawn from one of torch's generators."
+                    f"{trees.paths(self.spec, 'output')[i]} was {before} in the region's forward and {now} in the "
+                    f"recompute. A region's function must be deterministic: look for a branch on changed Python state, "
+                    f"or on a random value that isn't drawn from one of torch's generators."
                 )
         return new
-
-    def name(self, i: int) -> str:
-        return trees.paths(self.spec, "output")[i]
 
     def build(self, new: Sequence[Any], operands: Sequence[Any]) -> Any:
         """Build the result for the user from the new tensors and the caller's operands."""
