@@ -74,7 +74,6 @@ class Frame:
         if self.read_inside:
             self.slots.empty()
         close(self.operands, self.captured_inputs)
-        self.captured_inputs.forget_histories()
         if recorder is not None:
             self.record = self.region.root.record = recorder.close(trees.flatten(result)[0])
 

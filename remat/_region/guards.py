@@ -249,12 +249,6 @@ class Guards(list[Guard]):
             self._grads = None
         return [guard.tensor for guard in self if guard.close() and not guard.lost]
 
-    def forget_histories(self) -> None:
-        """Detach captured tensors: a history may lead to earlier regions, which captured tensors, and so on."""
-        for guard in self:
-            if guard.tensor is not None and not guard.leaf:
-                guard.tensor = alias(guard.tensor)
-
     def roll_back(self) -> None:
         """Restore values and hooks of tensors that a first run has changed, because that run is abandoned."""
         drop_gradient_hooks(self.tensors, self.first_hook)
@@ -328,6 +322,10 @@ def close(operands: Guards, captured_inputs: Guards) -> None:
             "A region changes tensors in place that share memory, of which a recompute would get separate copies. "
             "Use out-of-place operations, or let the region read and change them through one of them only."
         )
+    # The history of a captured tensor may lead to earlier regions, which captured tensors, and so on.
+    for guard in captured_inputs:
+        if guard.tensor is not None and not guard.leaf:
+            guard.tensor = alias(guard.tensor)
 
 
 class Stale(TorchFunctionMode):
