@@ -149,7 +149,7 @@ class Recorder(RegionMode):
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
         if exception[0] is not None:
-            self.recording.release()
+            del self.recording  # it has references to tensors whose history may lead back to this object
         state.recordings = state.recordings[:-1]
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
@@ -160,11 +160,7 @@ class Recorder(RegionMode):
         """Return the record of the first run, which has ended."""
         recording = self.recording
         del self.recording  # it has references to operands
-        try:
-            return Record(recording, [(recording.storages.find(part), part) for t in results for part in parts(t)])
-        except BaseException:  # the recompute of an enclosing region may be stopped here
-            recording.release()
-            raise
+        return Record(recording, [(recording.storages.find(part), part) for t in results for part in parts(t)])
 
 
 def recorder_for(region: Any) -> Recorder | None:

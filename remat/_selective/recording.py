@@ -67,10 +67,6 @@ class Verdicts:
             ask = partial(answers.verdict, asked[1], ask)
         return ask()
 
-    def release(self) -> None:
-        """Drop the references to tensors."""
-        self._questions.clear()
-
 
 def _about(facts: Facts) -> Question:
     """The question about an operation for a policy without predicates."""
@@ -298,9 +294,3 @@ class Recording:
                 known.clear()
             known[self.verdicts.policy] = program
         return program
-
-    def release(self) -> None:
-        """Drop all references to tensors, whose autograd history may lead back to this object."""
-        self.saved_values.release_all()
-        self.verdicts.release()
-        self._siblings.clear()

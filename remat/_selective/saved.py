@@ -281,16 +281,11 @@ class SavedValues:
         for value, tensor in results:
             if value is not None and (residual := self.residual(value)) is not None:
                 residual.watch(tensor)
-        self.release_all()
-        self._owned = owned
-        del self.log, self.saves  # only the first run needs them
-
-    def release_all(self) -> None:
-        """Release the candidates, whose autograd history may lead back to this object, and all owned residuals."""
         self.candidates.clear()  # first: values that nothing else refers to are released without waiting
         for residual in self._owned.values():
             residual.settle()
-        self._owned = {}
+        self._owned = owned
+        del self.log, self.saves  # only the first run needs them
 
     def residuals(self) -> list[Residual]:
         """Return those that a recompute needs or a slot owns."""
