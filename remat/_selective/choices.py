@@ -109,7 +109,8 @@ class Choices:
         planned = [_as_planned(each, problem, self.flops) for each in found]
         whole = sum(problem.sizes.get(value, 0) for value in roots)
         made = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
-        tradeoff = Tradeoff(program.keys, program.lines, best_of(planned), is_exact, whole, planned[-1], made)
+        keys = tuple([step.key for step in program.steps])
+        tradeoff = Tradeoff(keys, program.lines, best_of(planned), is_exact, whole, planned[-1], made)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
             self._warn_once(

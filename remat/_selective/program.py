@@ -140,11 +140,6 @@ class Program:
         return self.steps == log.steps and self.exposed == log.exposed and not (self.lazy and compiles)
 
     @functools.cached_property
-    def keys(self) -> tuple[tuple, ...]:
-        """The keys of the steps, which identify it."""
-        return tuple([step.key for step in self.steps])
-
-    @functools.cached_property
     def makers(self) -> frozenset[Facts]:
         """The operations of the steps."""
         return frozenset(step.facts for step in self.steps)
@@ -153,8 +148,8 @@ class Program:
     def by_key(self) -> dict[tuple, list[int]]:
         """The numbers of the steps, by their keys."""
         found: dict[tuple, list[int]] = {}
-        for number, key in enumerate(self.keys):
-            found.setdefault(key, []).append(number)
+        for number, step in enumerate(self.steps):
+            found.setdefault(step.key, []).append(number)
         return found
 
     @property
