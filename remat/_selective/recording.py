@@ -96,7 +96,9 @@ class Recording:
         for tensor in inputs:
             wrapped = private.is_wrapped(tensor)
             for part in parts(tensor):
-                value = self.storages.enter(part)
+                value = self.storages.find(part)
+                if value is None:
+                    value = self.storages.put(holder(part))
                 if wrapped or tensor.requires_grad:
                     self.storages.tracked.add(value)
                 self._flags |= part.requires_grad

@@ -124,11 +124,6 @@ class Storages:
         home = self._homes.get(id(storage))
         return home[1] if home is not None and home[0]() is storage else None
 
-    def enter(self, tensor: torch.Tensor) -> int:
-        """Return the number of the value in an input's storage. An unknown storage gets a new number."""
-        number = self.find(tensor)
-        return self.put(holder(tensor)) if number is None else number
-
     def get(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
         number = self.find(tensor)
