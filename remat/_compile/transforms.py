@@ -21,8 +21,8 @@ from .._core.facts import facts_of, mapped, tensors
 from .._core.known import Known
 from .._core.tensors import as_leaf, is_recorded
 from .._functorch import lowering as functorch
-from .._functorch.bottom import Call, is_refused_change, transforms_of
-from .._functorch.derived import Pullback, Tensors
+from .._functorch.bottom import Call, is_refused_change
+from .._functorch.derived import Pullback, Tensors, transforms_of
 from .._functorch.levels import apply
 from .._policy.policy import RECOMPUTE, Policy, Verdict, as_policy
 from .._policy.predicates import question

@@ -6,7 +6,7 @@ are slots, is a *tape*. The first backward executes it: one recompute, stopped e
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,7 +22,7 @@ from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import Run
 from .._selective.replay import Recompute
 from ..errors import MutationError
-from .derived import Batched, BatchedPullback, Pull, Pullback, Tensors, gradients, unreached
+from .derived import Batched, BatchedPullback, Pull, Pullback, Tensors, gradients, transforms_of, unreached
 from .watch import Watch
 
 
@@ -160,13 +160,6 @@ def is_followed_by_autograd(operands: Tensors) -> bool:
 
 def has_dual(operands: Tensors) -> bool:
     return private.dual_level_active() and any(map(is_dual, operands))
-
-
-def transforms_of(region: Any) -> Iterator[Any]:
-    """The transforms of the region, the last one first."""
-    while region is not region.root:
-        yield region
-        region = region.inner
 
 
 def is_refused_change(error: RuntimeError) -> bool:

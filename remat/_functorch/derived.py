@@ -7,7 +7,7 @@ levels that are active where it is called: with none, on plain tensors.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -230,12 +230,11 @@ def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
     return tensor[...] if followed and tensor.requires_grad else as_leaf(tensor)
 
 
-def order_of(region: Any) -> int:
-    """How many pullbacks a region is made of."""
-    return 0 if region is region.root else isinstance(region, Pullback) + order_of(region.inner)
-
-
-Dims = Sequence[int | None]
+def transforms_of(region: Any) -> Iterator[Any]:
+    """The transforms of the region, the last one first."""
+    while region is not region.root:
+        yield region
+        region = region.inner
 
 
 class Batched(Derived):
@@ -254,7 +253,7 @@ class Batched(Derived):
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         return self._mapped(lambda inputs: self.inner.run(inputs, run), operands, self.in_dims)
 
-    def _mapped(self, fn: Callable, operands: Tensors, in_dims: Dims) -> list[torch.Tensor]:
+    def _mapped(self, fn: Callable, operands: Tensors, in_dims: Sequence) -> list[torch.Tensor]:
         with private.vmap_level(self.batch_size, self.randomness) as level:
             outs = fn([t if d is None else private.wrap_batched(t, d, level) for t, d in zip(operands, in_dims)])
             pairs = [private.unwrap_batched(out, level) for out in outs]
@@ -291,11 +290,11 @@ class PullbackOfBatched(Pullback):
 
 
 def batched_pullback(
-    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None, below: bool
+    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None, orders_below: int
 ) -> tuple[Any, list]:
     """``vmap`` of a pullback, and its operands; or the pullback of ``inner``, the ``vmap`` from a run of the region.
 
-    ``below``: autograd may take this derivative below ``vmap``.
+    ``orders_below``: how many derivatives autograd may take below ``vmap``.
     """
     count = len(pullback.needs)
     if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
@@ -303,7 +302,8 @@ def batched_pullback(
         kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
         return kind(pullback, dims, size, randomness), values
     targets = pullback.chosen(inner.out_dims)
-    if not below or None in targets or None in pullback.heads(inner.in_dims):
+    order = sum(isinstance(each, Pullback) for each in transforms_of(pullback))
+    if order > orders_below or None in targets or None in pullback.heads(inner.in_dims):
         return Batched(pullback, dims, size, randomness), values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
     return PullbackOfBatched(inner, pullback), values[:count] + aligned

@@ -23,7 +23,7 @@ from .._core.tensors import is_differentiable, is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd
-from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, order_of, unreached
+from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, unreached
 
 Wanted = Sequence[bool] | None
 
@@ -55,8 +55,8 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
             return apply(region, operands, call, wanted)
     if isinstance(region, Pullback):
         size = interpreter.batch_size()
-        inner, below = call.batched.get((level, _ungraded(region.inner))), call.orders_below > order_of(region.inner)
-        batched, values = batched_pullback(region, values, dims, size, randomness, inner, below)
+        inner = call.batched.get((level, _ungraded(region.inner)))
+        batched, values = batched_pullback(region, values, dims, size, randomness, inner, call.orders_below)
     else:
         sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
         batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
