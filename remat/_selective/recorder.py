@@ -52,15 +52,13 @@ class Record:
         steps, made = choices.steps(self.program), recording.log.made
         self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in (steps or ())])
         if steps is None:
-            roots = recording.saves.roots(self._end, self.saved_values.hooks is not None)
+            roots = recording.saves.roots(self._end, self.saved_values.hooks)
             choices.close(self.program, roots, results)
 
     def _decide_what_is_saved(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
         """Save the needed values, and release the candidates."""
         above, missing = self._wanted[:], list[Source]()
-        for slot, source in recording.saves.slots():
-            if slot is None and self.saved_values.hooks is None:
-                continue  # what is handed to outer hooks, however, must not depend on which slots are alive
+        for slot, source in recording.saves.slots(self.saved_values.hooks):
             residual = self.saved_values.of_slot(source)
             if residual is None:
                 missing.append(source)

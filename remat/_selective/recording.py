@@ -278,7 +278,7 @@ class Recording:
         if of_region(values.hooks) is not None:
             return
         alive = {value for value in self.storages.values() if value not in values.candidates}
-        saved = [value for slot, source in self.saves.slots() if slot is not None for value in source.values]
+        saved = [value for _, source in self.saves.slots() for value in source.values]
         available = {value for value in values.allowed if value in alive} | values.available()
         program = self._last or Program(self.log, self.known.compiles)
         values.drop(program.used([*alive, *saved, *self.saves.above], count, available))

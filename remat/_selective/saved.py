@@ -153,16 +153,21 @@ class Saves:
         slot.source = source
         self._slots.append((weakref.ref(slot), source))
 
-    def slots(self) -> Iterator[tuple[Any, Source]]:
-        """Iterate over the slots, None for freed ones, and their origins."""
-        return ((ref(), source) for ref, source in self._slots)
+    def slots(self, outer: Hooks | None = None) -> Iterator[tuple[Any, Source]]:
+        """Iterate over the living slots and their origins; with hooks around the region also over freed ones, as None.
 
-    def roots(self, end: int, all_count: bool) -> dict[int, int]:
+        What is handed to hooks must not depend on which slots are alive.
+        """
+        for ref, source in self._slots:
+            slot = ref()
+            if slot is not None or outer is not None:
+                yield slot, source
+
+    def roots(self, end: int, outer: Hooks | None) -> dict[int, int]:
         """Return the values that a backward pass needs, each with the number of steps when autograd last saved it."""
         found = dict.fromkeys(self.above, end)
-        for slot, source in self.slots():
-            if slot is not None or all_count:
-                found.update((value, max(source.after, found.get(value, 0))) for value in source.values)
+        for _, source in self.slots(outer):
+            found.update((value, max(source.after, found.get(value, 0))) for value in source.values)
         return found
 
     def has(self, value: int, since: int) -> bool:
@@ -213,7 +218,7 @@ class SavedValues:
             self.candidates.pop(value, None)
             self.forget(value)
         for slot, source in self.saves.slots() if gone else ():
-            if slot is not None and not gone.isdisjoint(source.values):
+            if not gone.isdisjoint(source.values):
                 slot.residual = None
 
     def hold(self, value: int, tensor: torch.Tensor) -> None:
