@@ -57,20 +57,18 @@ class Record:
 
     def _decide_what_is_saved(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
         """Save the needed values, and release the candidates."""
-        above, missing = self._wanted[:], list[Source]()
+        above, missing = recording.saves.above, list[Source]()
         for slot, source in recording.saves.slots(self.saved_values.hooks):
+            self._wanted += source.values
             residual = self.saved_values.of_slot(source)
             if residual is None:
                 missing.append(source)
-                continue
-            self._wanted.append(source.values[0])
-            if slot is not None and slot.residual is None:
+            elif slot is not None and slot.residual is None:
                 slot.residual = residual
         needed = [value for source in missing for value in source.values]
         end = max((source.after for source in missing), default=0) if self._has_slots and not above else self._end
         used = self.program.used([*above, *needed], end, self.saved_values.available(), whole=not self._has_slots)
         self.saved_values.close(used, results)
-        self._wanted += needed
 
     def in_backward(self) -> None:
         """Give the warning about unmatched operators, as a backward pass has begun."""
