@@ -132,11 +132,13 @@ class Recording:
             if facts.func is _DETACH:
                 log.exposed.add(self.storages.get(args[0]))
             return
-        if last is not None and step == expected:
+        if self.choices is not None:
+            verdict = self.choices.verdict(number, step.key)
+        elif last is not None and step == expected:
             verdict = last.verdicts.get(number)
         else:
             last = self._last = None
-            verdict = self._verdict(step, facts, args, kwargs, result)
+            verdict = self.verdicts.on_operation([number], facts, args, kwargs, result) if step.is_judged else None
         log.append(step)
         if self.choices is not None:
             self.choices.ran(facts, args, kwargs, result, self.storages)
@@ -186,14 +188,6 @@ class Recording:
         if new and step == expected:  # it has one new result, of the expected layout
             return expected
         return step._replace(result=template(result, new, read))
-
-    def _verdict(self, step: Step, facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
-        """Return the verdict on a step that was just made, or None if it is recomputed."""
-        if self.choices is not None:
-            return self.choices.verdict(len(self.log.steps), step.key)
-        if not step.is_judged:
-            return None
-        return self.verdicts.on_operation((len(self.log.steps),), facts, args, kwargs, result)
 
     def ran_around(self, facts: Facts, args: tuple, kwargs: dict, result: Any, start: int) -> None:
         """Judge the results of an operation on wrapper subclasses, which has executed the steps since ``start``."""
