@@ -257,11 +257,9 @@ class Recording:
 
     def _is_read(self, value: int) -> bool:
         """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
-        allowed = self.saved_values.allowed
-        for step in self.log.steps[self.log.made[value] + 1 :]:
-            if value in step.reads and not (step.tracked and allowed.keys() >= {*step.outs}):
-                return True
-        return self.saves.has(value, self.log.made[value])
+        allowed, made = self.saved_values.allowed.keys(), self.log.made[value]
+        reading = (step for step in self.log.steps[made + 1 :] if value in step.reads)
+        return any(not step.tracked or not allowed >= {*step.outs} for step in reading) or self.saves.has(value, made)
 
     def _drop_unneeded(self) -> None:
         """Drop candidates, in the middle of a run, that no living value and no saved tensor needs.
