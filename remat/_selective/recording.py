@@ -273,7 +273,9 @@ class Recording:
         saved = [value for _, source in self.saves.slots() for value in source.values]
         available = {value for value in values.allowed if value in alive} | values.available()
         program = self._last or Program(self.log, self.known.compiles)
-        values.drop(program.used([*alive, *saved, *self.saves.above], count, available))
+        needed = program.used([*alive, *saved, *self.saves.above], count, available)
+        # A dropped value becomes a candidate again when it is read.
+        values.candidates = {value: tensor for value, tensor in values.candidates.items() if value in needed}
         held = len(values.candidates)
         self._enough = held + max(4, held, count // 16)
 

@@ -226,10 +226,6 @@ class SavedValues:
         if value in self.allowed and value not in self.log.overwritten:
             self.candidates.setdefault(value, tensor)
 
-    def drop(self, needed: Collection[int]) -> None:
-        """Drop all candidates except these. A dropped value becomes a candidate again when it is read."""
-        self.candidates = {value: tensor for value, tensor in self.candidates.items() if value in needed}
-
     def copy_before_writing(self, value: int, tensor: torch.Tensor, reads_it: bool) -> None:
         """Prepare for an operation that is about to overwrite a value: copy it if it may have to be saved."""
         if value in self._owned:
