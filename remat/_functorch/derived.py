@@ -301,7 +301,7 @@ def batched_pullback(
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
         kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
         return kind(pullback, dims, size, randomness), values
-    targets = pullback.chosen(inner.out_dims)
+    targets: list[Any] = pullback.chosen(inner.out_dims)
     order = sum(isinstance(each, Pullback) for each in transforms_of(pullback))
     if order > orders_below or None in targets or None in pullback.heads(inner.in_dims):
         return Batched(pullback, dims, size, randomness), values
@@ -309,8 +309,7 @@ def batched_pullback(
     return PullbackOfBatched(inner, pullback), values[:count] + aligned
 
 
-def _align(tensor: torch.Tensor, dim: int | None, target: int | None, size: int) -> torch.Tensor:
-    assert target is not None
+def _align(tensor: torch.Tensor, dim: int | None, target: int, size: int) -> torch.Tensor:
     if dim is None:
         return tensor.unsqueeze(target).expand(*tensor.shape[:target], size, *tensor.shape[target:])
     return tensor.movedim(dim, target)
