@@ -63,8 +63,8 @@ class Residual:
             tensor.check()
         with unseen():
             self._near = alias(tensor)  # until the first run ends
-            numbers = _numbers(tensor, layout)
-            self._far = far = Offloaded(numbers, group) if outer is None else Packed(numbers, outer)
+            whole = numbers(tensor, layout)
+            self._far = far = Offloaded(whole, group) if outer is None else Packed(whole, outer)
             if isinstance(far, Packed) and any(holder(kept) is holder(tensor) for kept in tensors(far.contents)):
                 self.save_here(tensor)  # as the hooks do
 
@@ -120,13 +120,15 @@ def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:
     return content.get() if isinstance(content, Residual) else content
 
 
-def _numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+def numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
     """Return the whole storage of a tensor in the value's dtype: in its shape if that covers the storage, else flat."""
-    storage, dtype = tensor.untyped_storage(), tensor.dtype if layout is None else layout.dtype
+    storage = tensor.untyped_storage()
+    made = None if layout is None else layout.on(storage)
+    dtype = tensor.dtype if made is None else made.dtype
     size: tuple[int, ...] = (storage.nbytes() // dtype.itemsize,)
     stride: tuple[int, ...] = (1,)
-    if layout is not None and layout.fills(storage):
-        _, size, stride, *_ = layout.form
+    if made is not None and made.is_contiguous() and made.nbytes == storage.nbytes():
+        size, stride = made.shape, made.stride()
     with private.without_dispatch():
         if dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
             return alias(tensor).as_strided(size, stride, 0)  # shares the version counter, which hooks may read

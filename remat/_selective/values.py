@@ -45,11 +45,6 @@ class Layout(NamedTuple):
     form: tuple
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype."""
-        return self.form[3]
-
-    @property
     def device(self) -> torch.device:
         """The device."""
         return self.form[4]
@@ -59,11 +54,6 @@ class Layout(NamedTuple):
         offset, size, stride, dtype, device, *_ = self.form
         with without_dispatch():
             return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
-
-    def fills(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a tensor of this layout is contiguous and covers the whole storage."""
-        tensor = self.on(storage)
-        return tensor.is_contiguous() and tensor.nbytes == storage.nbytes()
 
     @property
     def nbytes(self) -> int:
