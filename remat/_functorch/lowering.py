@@ -34,7 +34,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
                 region.open(follow=_is_followed)
-            shared = Call(recorder_for(region))
+            shared, needs_levels = Call(recorder_for(region)), False
             try:
                 with own_work():
                     operands = region.inputs.operands
@@ -48,16 +48,16 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                 shared.watch = shared.recorder = None  # nodes own it, and a watch refers to its region
                 return region.outputs.build(outs, operands)
             except NeedsLevels:
-                region.graded = True
+                needs_levels = True
             except Exception as error:
                 if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
                     shared.watch.check_captured()  # torch has met a wrapper that it can't place
                 if not is_hooks_refusal(error) or region.uses_func:
                     raise
-                region.uses_func = True
+                uses_func = True
             with own_work():
                 shared.guards.roll_back()
-                region.restart()
+                region.restart(uses_func, needs_levels)
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:

@@ -169,12 +169,13 @@ class Region:
             )
         return self.outputs.record(result, operands)
 
-    def restart(self) -> None:
-        """Undo the effects of a first run that was abandoned, so that it can start again.
+    def restart(self, uses_func: bool = False, graded: bool = False) -> None:
+        """Undo the effects of a first run that was abandoned, so that it can start again, now with what it needs.
 
         What the hooks around it have got they keep: the recompute of an outer region abandons this run too.
         """
         assert self.ambient is not None
+        self.uses_func, self.graded = uses_func, self.graded or graded
         self.ambient.rewind()
         self.inputs.roll_back()
         self.ran, self.record = False, None
