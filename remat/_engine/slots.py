@@ -11,6 +11,7 @@ import torch
 from .._core import private
 from .._core.state import unseen
 from .._core.tensors import copied
+from .._region.fingerprints import version_of
 
 
 class Slot:
@@ -28,7 +29,7 @@ class Slot:
     def has_changed(self) -> bool:
         """Whether the saved tensor is still alive and was changed in place. Without remat autograd raises then."""
         tensor = None if self.first is None else self.first()
-        return tensor is not None and private.version(tensor) != self.fingerprint[4]  # the version when it was saved
+        return tensor is not None and private.version(tensor) != version_of(self.fingerprint)
 
     def fill(self, value: torch.Tensor) -> None:
         """Set the value."""

@@ -62,7 +62,7 @@ LOOKS: dict[str, Callable[[torch.Tensor], tuple]] = {
     "values": lambda tensor: (*_look(tensor), checksum(tensor)),
     "none": lambda tensor: (None, None, None, type(None), version(tensor), None),
 }
-maker_of = itemgetter(3)  # the type of the node
+maker_of, version_of = itemgetter(3), itemgetter(4)
 
 
 def is_other(before: tuple, now: tuple, maker: type) -> bool:
