@@ -50,6 +50,12 @@ def uses_global(x: Tensor) -> Tensor:
     return x * W
 
 
+class Rows(list):
+    def __init__(self) -> None:
+        super().__init__([torch.ones(2)])
+        self.scale = torch.ones(2)
+
+
 class Slots:
     __slots__ = ("__hidden", "empty", "w")
 
@@ -115,6 +121,7 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False)), [
         "self.parametrizations.weight.original0", "self.parametrizations.weight.original1"]),
     "wrapper of a library": (lambda: torch.func.vmap(uses_global), ["global 'W'"]),
+    "list with attributes": (lambda: held_by(Rows()), ["held[0]", "held.scale"]),
     "attribute whose name is no identifier": (lambda: held_by(types.SimpleNamespace(**{"a b": W})), ["held['a b']"]),
 }  # fmt: skip
 

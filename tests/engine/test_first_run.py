@@ -99,6 +99,15 @@ def test_a_value_that_the_region_saves_and_then_changes_is_an_error_as_without_r
         grad(remat(fn, early_stop=False)(x), x)
 
 
+def test_an_input_that_the_region_changes_and_saves_may_not_change_before_the_backward() -> None:
+    x, count, fn = rand(3), torch.zeros(3, dtype=torch.float64), lambda x, count: x * count.add_(1)
+    for wrap, error in ((plain, "modified by an inplace operation"), (remat, "was saved for the backward and then ch")):
+        out = wrap(fn)(x, count)
+        count.add_(1)
+        with pytest.raises(RuntimeError, match=error):
+            grad(out, x)
+
+
 @pytest.mark.parametrize("around", [False, True], ids=["one region", "a region around"])
 def test_a_first_run_that_refuses_hooks_leaves_no_trace(around: bool) -> None:
     def run(wrap: Wrap) -> Any:

@@ -189,3 +189,9 @@ def test_layers_of_a_model_are_printed_in_groups(capsys: pytest.CaptureFixture) 
         r"float32\[32, 192\] +cpu  24 KiB  x4  output of aten.mm at .*, in layers\.\*\.self_attn", first
     )
     assert second.startswith("float32[32, 128]    cpu  16 KiB  x4  output of aten.addmm")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_captured_tensor_with_a_history_is_listed_without_a_warning() -> None:
+    h = torch.ones(3, requires_grad=True) * 2
+    assert [row.op for row in saved_residuals(lambda x: (x * h).sin(), torch.ones(3))] == ["aten.mul"]

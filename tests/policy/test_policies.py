@@ -92,6 +92,7 @@ def test_different_policies_differ() -> None:
     assert all(a != b for a, b in itertools.combinations(EXPRESSIONS.values(), 2))
     assert policies.save_if(large) != policies.save_if(Unhashable()) and matmuls != "policies.save_matmuls"
     assert {policies.save_if(Unhashable()), policies.save_if(Unhashable())} == {policies.save_if(Unhashable())}
+    assert "Unhashable object at" in repr(policies.save_if(Unhashable()))
     assert policies.save_ops(MM, BMM) == policies.save_ops(BMM, MM, MM) == as_policy({MM, BMM})
     assert only("a", "b") == only("b", "a")  # the order does not matter
 
