@@ -147,7 +147,7 @@ class Region:
             raise with_region(error, self)  # noqa: B904
 
     def run(self, operands: Sequence[torch.Tensor], run: Run) -> list[torch.Tensor]:
-        """Run or recompute for the func lowering. Return the new tensors; ``outputs`` records the other results."""
+        """Run for the func lowering, or recompute. Return the new tensors; ``outputs`` records the other results."""
         inputs = self.inputs
         if self.ran:
             operands = inputs.kept_apart(operands)
