@@ -21,7 +21,7 @@ from .._core import private, trees
 from .._core.devices import current_streams, is_on_another, make_readable, resumed
 from .._core.facts import facts_of
 from .._core.lines import user_line
-from .._core.passes import current_group, current_scope, turn
+from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
 from .._core.state import alias, state, within
 from .._core.tensors import bare, is_in_graph
@@ -31,6 +31,7 @@ from .._region.guards import Guard, Guards, Held, close
 from .._region.hooks import Packed, RegionHooks, drop_gradient_hooks, hooks_allowed, of_region
 from .._region.placeholders import Restart
 from .._region.region import Run
+from .._region.turns import turn
 from .._selective.replay import Replay
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog

@@ -185,7 +185,8 @@ class Guard(Held):
         added_to = accumulated and self.requires_grad
         other = self.copy is not None or self.lost or self.packed is not None or self.dual is not None
         if added_to or other:
-            return self.again() if self.stale is None else self.stale
+            stale = self.stale
+            return self.again() if stale is None else stale
         if self.tensor.requires_grad is not self.requires_grad:  # it was frozen or detached since
             tensor = cut(self.tensor, self.requires_grad, self.leaf)
             if not self.leaf:

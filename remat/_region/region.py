@@ -17,7 +17,6 @@ from .._ambient.ambient import Ambient
 from .._core import private, trees
 from .._core.known import Known
 from .._core.lines import Line, user_line
-from .._core.passes import turn
 from .._core.ranges import in_range
 from .._core.state import first_run, recomputing, state, within
 from .._policy.predicates import Answers
@@ -29,6 +28,7 @@ from .guards import hand_captured
 from .hooks import Hooks
 from .inputs import Inputs
 from .options import UNFINISHED, Options
+from .turns import turn
 
 
 @dataclass(slots=True)
