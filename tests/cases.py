@@ -22,6 +22,8 @@ from benchmarks.measure import FlopCount
 from remat._core import trees
 from remat._measure.allocated import Allocated
 
+Wrap = Callable[..., Callable]  # `remat`, `remat` with options, or `plain`
+
 
 @dataclass(frozen=True)
 class Case:
@@ -126,6 +128,11 @@ def assert_same(actual: Any, expected: Any, exact: bool = True) -> None:
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are equal; a NaN equals a NaN."""
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def plain(fn: Callable, **options: Any) -> Callable:
+    """A function without a region: what a program gets in place of `remat` in the run to compare with."""
+    return fn
 
 
 def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import repeated
+from cases import plain, repeated
 from torch import Tensor, exp, relu, sin, tanh
 
 from remat import checkpoint_name as name
@@ -114,10 +114,6 @@ def loop(wrap: Fn, each: Fn = lambda fn: fn) -> Fn:
 def mapped(*in_dims: int | None) -> Callable[[Fn], Fn]:
     """`three` under `vmap`, for a derivative outside of it."""
     return lambda wrap: torch.func.vmap(three(wrap), in_dims)
-
-
-def plain(fn: Fn) -> Fn:
-    return fn
 
 
 WEIGHTS, SQUARE = [(5, 5)] * 3, (6, 6)

@@ -21,10 +21,6 @@ def value_and_grad(f: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
     return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
 
 
-def plain(f: Callable) -> Callable:
-    return f
-
-
 def block(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).sin().exp() @ w
 

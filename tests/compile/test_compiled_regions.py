@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import run_program
-from compiled_programs import CONTEXTS, PROGRAMS, W, block, given, grads, keeps_products, plain, value_and_grad
+from cases import plain, run_program
+from compiled_programs import CONTEXTS, PROGRAMS, W, block, given, grads, keeps_products, value_and_grad
 from graphs import count, graphs_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend

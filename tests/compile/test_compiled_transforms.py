@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compiled_programs import CONTEXTS, keeps_products, plain
+from cases import plain
+from compiled_programs import CONTEXTS, keeps_products
 from graphs import Allocations, count, graphs_of, handed_over, peak
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap

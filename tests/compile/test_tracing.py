@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiled_programs import PROGRAMS, W, block, given, plain
+from cases import plain
+from compiled_programs import PROGRAMS, W, block, given
 from torch import Tensor, nn
 from torch.func import functionalize, grad, vmap
 from torch.fx.experimental.proxy_tensor import make_fx

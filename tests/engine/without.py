@@ -1,17 +1,11 @@
-"""What the tests of this folder compare with: a function without a region, and its gradients."""
+"""The gradients that the tests of this folder compare, and the size of their large matrices."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Wrap = Callable[..., Callable]
 N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
-
-
-def plain(fn: Callable, **options: Any) -> Callable:
-    return fn
 
 
 def grad(out: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:

@@ -1,19 +1,15 @@
 """Regions together with other features of torch."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_same
-from remat_functions import plain
+from cases import Wrap, assert_same, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from remat import policies, remat
-
-Wrap = Callable[[Callable], Callable]
 
 
 def region_in_checkpoint_in_region(wrap: Wrap, x: Tensor) -> Tensor:

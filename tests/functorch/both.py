@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, rand
+from cases import assert_same, plain, rand
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, vjp
 
@@ -20,10 +20,6 @@ Wrap = Callable[..., Fn]
 W, X, Y = rand(4, 4, grad=False), rand(4, 4, seed=1, grad=False), rand(4, 4, seed=2, grad=False)
 V = X[0]
 vmap = functools.partial(torch.func.vmap, randomness="different")
-
-
-def plain(fn: Fn, **options: Any) -> Fn:
-    return fn
 
 
 def both(program: Callable[[Wrap], Any], exact: bool = False, **options: Any) -> None:

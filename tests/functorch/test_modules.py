@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from both import Wrap, X, both, plain, summed, through_autograd
-from cases import SineAndCosine, assert_same, rand
+from both import Wrap, X, both, summed, through_autograd
+from cases import SineAndCosine, assert_same, plain, rand
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vmap
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, ONCE, Fn, V, W, Wrap, X, Y, both, f, forces, plain, squares, summed, through_autograd, vmap
-from cases import rand, repeated
+from both import ALL, ONCE, Fn, V, W, Wrap, X, Y, both, f, forces, squares, summed, through_autograd, vmap
+from cases import plain, rand, repeated
 from side_by_side import Runs
 from torch import Tensor, nn
 from torch.func import grad, grad_and_value, jacfwd, jacrev, linearize, vjp

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from both import ALL, Fn, V, W, Wrap, X, Y, both, plain, summed, through_autograd, vmap
-from cases import assert_same
+from both import ALL, Fn, V, W, Wrap, X, Y, both, summed, through_autograd, vmap
+from cases import assert_same, plain
 from torch import Tensor
 from torch.func import grad, jacrev, jvp, vjp
 from torch.nn.utils.parametrize import cached

@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 from accelerator import DEVICE
-from cases import assert_same, rand
+from cases import Wrap, assert_same, plain, rand
 from host_copies import Copies
-from remat_functions import plain
 from torch import Tensor, nn
 
 from remat import MutationError, policies, remat
 from remat.compat import checkpoint_wrapper
-
-Wrap = Callable[..., Callable]
 
 
 @pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, rand, total
-from remat_functions import plain
+from cases import Wrap, assert_same, plain, rand, total
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
@@ -22,8 +21,6 @@ from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes
 from remat import MutationError, RecomputeMismatchError, disable_remat, is_recomputing, override, policies, remat
-
-Wrap = Callable[[Callable], Callable]
 
 STRUCTURE = "The region returned a different structure in the recompute: output was "
 SAME = " A region's function must return the same structure in each run: look for a branch on Python state that changed"

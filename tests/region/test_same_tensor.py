@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same, rand
-from remat_functions import plain
+from cases import Wrap, assert_same, plain, rand
 from torch import Tensor, nn
 from torch.func import grad, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from remat import CaptureError, MutationError, policies, remat
 
-Wrap = Callable[[Callable], Callable]
 HOLDER = types.SimpleNamespace()
 MODULE = types.ModuleType("remat_test_held")  # the search for captured tensors doesn't look into it
 

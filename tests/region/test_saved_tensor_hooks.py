@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, rand
-from remat_functions import plain
+from cases import Wrap, assert_same, plain, rand
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor
@@ -44,7 +43,6 @@ POLICIES = {
     "everything": policies.everything_saveable,
 }
 DISABLED = r"'not in my house'\. Call them outside .* `remat.disable_remat\(\)`"
-Wrap = Callable[[Callable], Callable]
 Build = Callable[[Wrap], Callable]
 Check = Callable[[Wrap], Any]  # its argument makes a region
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import CASES, Case, assert_same, module, orders_of, rand, scalar, total
+from cases import CASES, Case, Wrap, assert_same, module, orders_of, plain, rand, scalar, total
 from cases import tensor_leaves as leaves_of
 from random_programs.toolbox import chosen
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from remat import checkpoint_name, policies, remat
 from remat._policy.policy import as_policy
 
 Fn = Callable[..., Any]
-Wrap = Callable[[Fn], Fn]
 N = 4
 W, COMPLEX = rand(N, N, seed=77, grad=False) / 2, rand(N, N, dtype=torch.complex128, grad=False)
 WEIGHT, BIAS = rand(N, seed=1, grad=False), rand(N, seed=2, grad=False)
@@ -219,10 +218,6 @@ AROUND: dict[str, Callable[[Fn, Wrap], Fn]] = {
 SINE = policies.save_ops("aten.sin")
 
 
-def without(fn: Fn, **options: Any) -> Fn:
-    return fn
-
-
 def observed(case: Case, around: Callable, wrap: Callable, orders: int = 1, **options: Any) -> tuple:
     """Results, gradients, what the case has changed, and the next random number."""
     with case.state():
@@ -252,17 +247,17 @@ def test_autograd(case: Case, policy: str) -> None:
     number, possible = 2 * TABLE.index(case) + 3 * list(POLICIES).index(policy), ways(case)
     option, around = OPTIONS[number % len(OPTIONS)], AROUND[possible[number % len(possible)]]
     found = observed(case, around, remat, policy=POLICIES[policy], **option)
-    assert_same(found, observed(case, around, without))
+    assert_same(found, observed(case, around, plain))
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("case", [case for case in TABLE if case.double], ids=lambda case: case.name)
 def test_higher_orders(case: Case, policy: str) -> None:
-    plain = lambda orders: observed(case, AROUND["called"], without, orders)
-    orders = orders_of(plain)
+    expected = lambda orders: observed(case, AROUND["called"], plain, orders)
+    orders = orders_of(expected)
     found = observed(case, AROUND["called"], remat, orders, policy=POLICIES[policy])
-    assert_same(found, plain(orders), exact=False)  # a function that differentiates adds in another order
+    assert_same(found, expected(orders), exact=False)  # a function that differentiates adds in another order
 
 
 def stacked(t: Tensor) -> Tensor:
@@ -305,7 +300,7 @@ def test_func(case: Case, policy: str) -> None:
 
     for name, transform in TRANSFORMS.items():
         if works(case, name):
-            assert_same(run(remat, transform), run(without, transform), exact=False)
+            assert_same(run(remat, transform), run(plain, transform), exact=False)
 
 
 IN_BACKWARD: dict[str, tuple[Fn, str, Tensor, dict[str, int]]] = {
