@@ -23,6 +23,7 @@ from remat._core import trees
 from remat._measure.allocated import Allocated
 
 Wrap = Callable[..., Callable]  # `remat`, `remat` with options, or `plain`
+N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,12 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 def plain(fn: Callable, **options: Any) -> Callable:
     """A function without a region: what a program gets in place of `remat` in the run to compare with."""
     return fn
+
+
+def grad(out: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
+    """The gradients of the sum of a result, or of several."""
+    out = sum(t.sum() for t in out) if isinstance(out, (tuple, list)) else out.sum()
+    return torch.autograd.grad(out, inputs, **options)
 
 
 def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:

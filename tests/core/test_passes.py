@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import assert_same, rand
+from cases import assert_same, grad, rand
 from side_by_side import Runs, both
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
@@ -26,10 +26,6 @@ from remat.compat import GraphExecGroup, checkpoint
 def two(x: Tensor) -> tuple[Tensor, Tensor]:
     """Two results that have nothing in common but the input."""
     return x.sin().exp(), x.cos().exp()
-
-
-def grad(out: Tensor, x: Tensor, **options: Any) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(out.sum(), x, **options)
 
 
 def gradients(fn: Callable, x: Tensor) -> tuple[Any, ...]:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_same, cases, orders_of, rand, repeated, tensor_leaves, total
+from cases import KB, Case, N, assert_same, cases, orders_of, rand, repeated, tensor_leaves, total
 from torch import Tensor
-from without import KB, N
 
 from benchmarks.measure import count_ops, held_bytes, leaked_bytes, peak_bytes
 from remat import remat

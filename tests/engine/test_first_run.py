@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Wrap, assert_same, plain, rand
+from cases import KB, N, Wrap, assert_same, grad, plain, rand
 from host_copies import Copies
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from without import KB, N, grad
 
 from benchmarks.measure import count_ops, held_bytes
 from remat import MutationError, remat

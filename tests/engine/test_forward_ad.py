@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import Case, Wrap, assert_same, cases, flat, plain, rand, repeated, total
+from cases import KB, Case, N, Wrap, assert_same, cases, flat, plain, rand, repeated, total
 from side_by_side import Runs
 from torch import Tensor
 from torch.func import grad
-from without import KB, N
 
 from benchmarks.measure import assert_freed_without_gc, count_ops, held_bytes
 from remat import MutationError, RematError, is_recomputing, remat

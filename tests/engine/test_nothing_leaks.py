@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from cases import rand
+from cases import KB, N, grad, rand
 from torch import Tensor
-from without import KB, N, grad
 
 from benchmarks.measure import PeakMemory, assert_freed_without_gc, gc_disabled
 from remat import is_recomputing, policies, remat

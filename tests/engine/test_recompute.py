@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Wrap, assert_same, plain, rand, repeated
+from cases import KB, N, Wrap, assert_same, grad, plain, rand, repeated
 from side_by_side import Runs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from without import KB, N, grad
 
 from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
 from remat import RecomputeMismatchError, is_recomputing, policies, remat
