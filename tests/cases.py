@@ -142,6 +142,11 @@ def grad(out: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(out, inputs, **options)
 
 
+def gradient(fn: Callable, x: Tensor, *args: Any) -> Tensor:
+    """The gradient of the sum of a function's result with respect to its first argument."""
+    return torch.autograd.grad(fn(x, *args).sum(), x)[0]
+
+
 def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:
     def call(x: Tensor) -> Tensor:
         for _ in range(count):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same, rand
+from cases import assert_same, gradient, rand
 from torch import Tensor, nn
 from torch.func import grad, vmap
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -49,10 +49,6 @@ def profiled(run: Callable[[], Any]) -> tuple[Any, Counter[str]]:
     with profiler() as found:
         result = run()
     return result, Counter(event.name[6:] for event in found.events() if event.name.startswith("remat "))
-
-
-def gradient(fn: Callable, x: Tensor) -> Tensor:
-    return torch.autograd.grad(fn(x).sum(), x)[0]
 
 
 MADE: dict[str, tuple[Callable[[], Callable], str]] = {

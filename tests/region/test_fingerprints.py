@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from accelerator import DEVICE
-from cases import assert_same, rand
+from cases import assert_same, gradient, rand
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -24,10 +24,6 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def backward(f: Callable, x: Tensor) -> Tensor:
-    return torch.autograd.grad(f(x).sum(), x)[0]
-
-
 def strided(shape: tuple[int, ...], *strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """A function that saves a tensor with other strides in each run."""
     each = iter(strides)
@@ -37,8 +33,8 @@ def strided(shape: tuple[int, ...], *strides: tuple[int, ...]) -> Callable[[Tens
 def test_other_strides_are_a_mismatch(device: str) -> None:
     x = rand(4, 4).detach().to(device).requires_grad_()
     with pytest.raises(RecomputeMismatchError, match=r"with strides \(4, 1\) in the forward and .* \(1, 4\)"):
-        backward(remat(strided((4, 4), (4, 1), (1, 4))), x)
-    backward(remat(strided((4, 4), (4, 1), (1, 4)), determinism_check="none"), x)
+        gradient(remat(strided((4, 4), (4, 1), (1, 4))), x)
+    gradient(remat(strided((4, 4), (4, 1), (1, 4)), determinism_check="none"), x)
 
 
 OTHERS: dict[str, tuple[Callable, str]] = {
@@ -52,13 +48,13 @@ OTHERS: dict[str, tuple[Callable, str]] = {
 def test_another_tensor_is_described(name: str) -> None:
     other, text = OTHERS[name]
     with pytest.raises(RecomputeMismatchError, match=rf"float64\[4, 4\] of TanhBackward0 in the forward and {text} in"):
-        backward(remat(lambda x: (other if is_recomputing() else Tensor.tanh)(x).sin()), rand(4, 4))
+        gradient(remat(lambda x: (other if is_recomputing() else Tensor.tanh)(x).sin()), rand(4, 4))
 
 
 @pytest.mark.parametrize("shape, before, now", [((1, 4), (4, 1), (7, 1)), ((0, 4), (4, 1), (1, 7))], ids=str)
 def test_strides_of_dimensions_without_extent_do_not_matter(shape: Any, before: Any, now: Any, device: str) -> None:
     x = rand(*shape).detach().to(device).requires_grad_()
-    assert_same(backward(remat(strided(shape, before, now)), x), x.sin().cos() * x.cos())
+    assert_same(gradient(remat(strided(shape, before, now)), x), x.sin().cos() * x.cos())
 
 
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -91,7 +87,7 @@ def test_a_sparse_tensor_in_one_of_the_runs_is_a_mismatch(again: bool, sparse: C
         return (sparse(constant) if is_recomputing() is again else constant) @ x
 
     with pytest.raises(RecomputeMismatchError, match=r"float64\[3, 3\]"):
-        backward(remat(fn), rand(3, 3))
+        gradient(remat(fn), rand(3, 3))
 
 
 def through_a_new_function(y: Tensor) -> Tensor:
@@ -117,7 +113,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 def test_equal_values_in_any_layout_are_no_mismatch(view: str, check: str) -> None:
     x = rand(3, 3)
     fn = lambda x: (VIEWS[view](x.sin()) * VIEWS[view](x.cos())).exp()
-    assert_same(backward(remat(fn, determinism_check=check, early_stop=False), x), backward(fn, x))
+    assert_same(gradient(remat(fn, determinism_check=check, early_stop=False), x), gradient(fn, x))
 
 
 @pytest.mark.parametrize("factor", [1, 2])
@@ -125,8 +121,8 @@ def test_values_of_jagged_tensors_are_compared(factor: int) -> None:
     fn = lambda x: (torch.tanh(x.sin()) * (factor if is_recomputing() else 1) * x).sin().values()
     jagged = torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)], layout=torch.jagged, requires_grad=True)
     with nullcontext() if factor == 1 else pytest.raises(RecomputeMismatchError, match="with checksum"):
-        found = backward(remat(fn, determinism_check="values"), jagged)
-        assert_same(found.values(), backward(fn, jagged).values())
+        found = gradient(remat(fn, determinism_check="values"), jagged)
+        assert_same(found.values(), gradient(fn, jagged).values())
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_ops("aten.mkldnn_rnn_layer")], ids=str)
@@ -142,7 +138,7 @@ def test_values_of_an_lstm(policy: Any) -> None:
         assert_same(torch.autograd.grad(out.sum(), inputs), expected)
     other = True
     with pytest.raises(RecomputeMismatchError, match="with checksum"):
-        backward(remat(fn, policy=policy, determinism_check="values"), x)
+        gradient(remat(fn, policy=policy, determinism_check="values"), x)
 
 
 @pytest.fixture
@@ -159,6 +155,6 @@ def test_values_of_distributed_tensors_are_compared(mesh: DeviceMesh) -> None:
         return ((x @ w).sin() * (1 + drift * is_recomputing())).exp().tanh()
 
     region = remat(fn, determinism_check="values")
-    assert_same(torch.autograd.grad(region(x, 0).sum(), x)[0].to_local(), backward(lambda x: fn(x, 0), x).to_local())
+    assert_same(gradient(region, x, 0).to_local(), gradient(fn, x, 0).to_local())
     with pytest.raises(RecomputeMismatchError, match="with checksum"):
         region(x, 1e-6).sum().backward()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import DEVICE
-from cases import Wrap, assert_same, plain, rand
+from cases import Wrap, assert_same, gradient, plain, rand
 from host_copies import Copies
 from torch import Tensor, nn
 
@@ -32,10 +32,6 @@ WAYS: dict[str, Wrap] = {
 }
 every_way = pytest.mark.parametrize("wrap", WAYS.values(), ids=WAYS)
 pytestmark = pytest.mark.filterwarnings("ignore:The policy")
-
-
-def gradient(fn: Callable, x: Tensor, *args: Any) -> Tensor:
-    return torch.autograd.grad(fn(x, *args).sum(), x)[0]
 
 
 def arange(*shape: int) -> Tensor:
