@@ -22,6 +22,7 @@ from benchmarks.measure import FlopCount
 from remat._core import trees
 from remat._measure.allocated import Allocated
 
+ROOT = Path(__file__).resolve().parents[1]  # the project's folder
 Wrap = Callable[..., Callable]  # `remat`, `remat` with options, or `plain`
 N, KB = 32, 32 * 32 * 8  # a large matrix, and its bytes
 
@@ -412,9 +413,8 @@ def cases(**flags: bool) -> pytest.MarkDecorator:
 
 def run_program(program: str) -> str:
     """Run a program in its own process, in the project's folder, and return what it prints."""
-    root = Path(__file__).parents[1]
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def orders_of(derive: Callable[[int], Any]) -> int:

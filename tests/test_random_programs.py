@@ -4,13 +4,13 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from cases import ROOT
 from fuzz import outcome
 from random_programs.writer import HEAD
 
-ROOT, COUNT, PART = Path(__file__).parents[1], 2000, 250
+COUNT, PART = 2000, 250
 
 
 @pytest.mark.parametrize("start", range(0, COUNT, PART))

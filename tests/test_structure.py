@@ -12,12 +12,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from cases import run_program
+from cases import ROOT, run_program
 
 import remat
 from remat._core import versions
 
-ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(remat.__file__).parent
 MODULES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import run_program
+from cases import ROOT, run_program
 
 from benchmarks import compiled, gpu, memory, policies, speed, transforms
 from benchmarks.layers import arguments, layers, marked_products, marked_tanhs, named_layers
@@ -192,7 +192,7 @@ README = {
 
 @pytest.mark.parametrize("label", README)
 def test_the_peaks_in_the_readme_are_in_the_proportion_that_smaller_layers_have(label: str) -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     cells = next(line for line in text.splitlines() if line.startswith(f"| {label} |")).split("|")
     plain_peak, peak = map(float, cells[2].split("->"))
     case = next(case for case in transforms.CASES if case.name == README[label])

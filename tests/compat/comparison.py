@@ -6,18 +6,17 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch.utils.checkpoint
-from cases import assert_same
+from cases import ROOT, assert_same
 from side_by_side import values_and_grads
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import remat.compat
 
-DIFFERENCES = Path(__file__).parents[2] / "docs" / "reference" / "differences.md"
+DIFFERENCES = ROOT / "docs" / "reference" / "differences.md"
 NEWER = torch.__version__ >= (2, 13)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same, rand
+from cases import ROOT, assert_same, rand
 from cases import module as made
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -23,7 +23,6 @@ from benchmarks.wrappers import MM, Wrapper, plain, torch_checkpoint, torch_rema
 from remat import policies
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of the inputs have requires_grad")
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Comparison\n")[1].split("\n## ")[0]
 JAX = json.loads((Path(__file__).parent / "jax_0_10_2.json").read_text(encoding="utf-8"))  # jax_comparison.py wrote it
 VERSIONS = dict(re.findall(r"(torch|torch_remat|fairscale|JAX) ([\d.]*\d)", TEXT))

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cases import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 TOUR = ROOT / "docs/tutorials/tour.ipynb"
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 WAYS = ("plain", "remat", "remat, save_matmuls")

@@ -1,12 +1,11 @@
 """BackPACK: its hooks keep inputs and outputs of layers in attributes, and look up the exact class of a layer."""
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import assert_same
+from cases import ROOT, assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -19,7 +18,7 @@ from backpack import backpack, extend
 from backpack.extensions import KFAC, BatchGrad, BatchL2Grad, DiagGGNExact, DiagHessian, SumGradSquared, Variance
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off")]
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "libraries.md"
+DOCS = ROOT / "docs" / "how-to" / "libraries.md"
 X, LABELS = torch.linspace(-1, 1, 64 * 16).mul(7).sin().reshape(64, 16), torch.arange(64) * 3 % 4
 FIRST_ORDER = [BatchGrad, BatchL2Grad, SumGradSquared, Variance]
 SECOND_ORDER = [DiagGGNExact, DiagHessian, KFAC]

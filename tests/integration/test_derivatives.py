@@ -1,10 +1,8 @@
 """Libraries that take second derivatives or per-sample gradients, with models whose blocks are regions."""
 
-from pathlib import Path
-
 import pytest
 import torch
-from cases import assert_same
+from cases import ROOT, assert_same
 
 from benchmarks.derivatives import USES, Use, peaks, peaks_table, seeded, with_regions
 from benchmarks.measure import leaked_bytes
@@ -14,7 +12,7 @@ pytestmark = [
     pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
 ]  # fmt: skip
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "libraries.md"
+DOCS = ROOT / "docs" / "how-to" / "libraries.md"
 
 uses = pytest.mark.parametrize("use", USES, ids=lambda use: use.name)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import assert_same
+from cases import ROOT, assert_same
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
@@ -22,7 +22,6 @@ from distributed_programs import PROGRAMS, RANKS, Costs, Result
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]  # the first test waits for all programs
 
-ROOT = Path(__file__).parents[2]
 MAIN = "import sys, distributed_programs; distributed_programs.main(sys.argv[1])"
 # The way with torch's checkpoint whose costs are the limit.
 BOUNDS = {

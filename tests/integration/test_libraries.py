@@ -1,12 +1,11 @@
 """Each library in the table of `benchmarks.libraries`: correct, at no higher cost than its own checkpointing."""
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import assert_same
+from cases import ROOT, assert_same
 from torch import Tensor
 
 from benchmarks.libraries import LIBRARIES, Library, measure, step, table
@@ -17,7 +16,7 @@ pytestmark = [
     pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
 ]  # fmt: skip
 
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "libraries.md"
+DOCS = ROOT / "docs" / "how-to" / "libraries.md"
 
 libraries = pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: f"{library.name}, {library.write}")
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from cases import assert_same
+from cases import ROOT, assert_same
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.data import DataLoader, TensorDataset
@@ -24,7 +23,7 @@ from opacus.layers import DPMultiheadAttention
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off")]
-DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "libraries.md"
+DOCS = ROOT / "docs" / "how-to" / "libraries.md"
 WIDTH, LENGTH, BATCH, WORDS = 16, 64, 4, 20
 TOKENS = torch.arange(16 * LENGTH).reshape(16, LENGTH) * 7 % WORDS
 LABELS = torch.arange(16) * 3 % 5

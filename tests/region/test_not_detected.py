@@ -12,20 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy
 import pytest
 import torch
-from cases import rand
+from cases import ROOT, rand
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from remat import RecomputeMismatchError, override, remat
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "what_remat_cant_detect.md"
+DOCS = ROOT / "docs" / "reference" / "what_remat_cant_detect.md"
 NUMBER, CAPTURED = 2.0, torch.tensor(2.0, dtype=torch.float64)
 IMPORTED, CONTEXT, MEMBERS = ModuleType("remat_test_imported"), ContextVar("k", default=2.0), {2.0}
 NUMBERS, QUEUE, ARRAY = itertools.count(2), deque([2.0]), numpy.array([2.0])

@@ -8,13 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import Wrap, assert_same, plain, rand
+from cases import ROOT, Wrap, assert_same, plain, rand
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor
@@ -35,7 +34,7 @@ from remat import (
 from remat._core import private
 from remat._region.hooks import hooks_allowed, hooks_hidden
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "saved_tensor_hooks.md"
+DOCS = ROOT / "docs" / "reference" / "saved_tensor_hooks.md"
 POLICIES = {
     "nothing": None,
     "matmuls": policies.save_matmuls,
