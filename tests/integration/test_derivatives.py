@@ -8,9 +8,7 @@ from benchmarks.derivatives import USES, Use, peaks, peaks_table, seeded, with_r
 from benchmarks.measure import leaked_bytes
 from remat import policies
 
-pytestmark = [
-    pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
-]  # fmt: skip
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off")]
 
 DOCS = ROOT / "docs" / "how-to" / "libraries.md"
 

@@ -12,9 +12,7 @@ from benchmarks.libraries import LIBRARIES, Library, measure, step, table
 from benchmarks.measure import leaked_bytes
 from remat import policies
 
-pytestmark = [
-    pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
-]  # fmt: skip
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off")]
 
 DOCS = ROOT / "docs" / "how-to" / "libraries.md"
 

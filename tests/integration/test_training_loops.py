@@ -21,9 +21,7 @@ from benchmarks.libraries import PRODUCTS, TOKENS, enabled, own_transformer, tra
 from benchmarks.measure import OpCounter
 from remat import policies
 
-pytestmark = [
-    pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
-]  # fmt: skip
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off")]
 known = pytest.mark.skipif(DEVICE == "sim", reason="accelerate doesn't know this device")
 on_device = partial(pytest.param, DEVICE, marks=[pytest.mark.cuda, known])
 

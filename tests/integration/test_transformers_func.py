@@ -17,9 +17,7 @@ from remat import policies
 
 pytest.importorskip("transformers")
 
-pytestmark = [
-    pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off"),
-]  # fmt: skip
+pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("collector_off")]
 
 IDS = torch.arange(3 * 16).reshape(3, 16) * 7 % 64
 LAYERS, PER_LAYER = 2, {"Llama": 9, "GPT-2": 6}  # products in the forward of a layer, including those of its attention
