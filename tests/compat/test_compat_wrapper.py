@@ -14,6 +14,7 @@ from cases import assert_same, rand
 from cases import module as made
 from comparison import FAIRSCALE, OTHER, SAME, Fails, Outcome, libraries
 from host_copies import Copies
+from random_programs.toolbox import Apply
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
 from torch.utils.checkpoint import checkpoint
@@ -57,17 +58,6 @@ def norms() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Tanh())
 
 
-class Calls(nn.Module):
-    """A module that calls a function."""
-
-    def __init__(self, fn: Callable) -> None:
-        super().__init__()
-        self.fn = fn
-
-    def forward(self, x: Any) -> Any:
-        return self.fn(x)
-
-
 X = rand(5, 4)
 H = rand(5, 4, seed=1, grad=False)  # without a gradient
 
@@ -101,7 +91,7 @@ RUNS: list[tuple[bool, bool]] = []  # in no attribute, as a recompute would rest
 def flagged(lib: Any, fn: Callable = torch.tanh) -> nn.Module:
     """A module that records the flags that it reads in its runs."""
     flags = lambda: (lib.is_checkpointing(), lib.is_recomputing())
-    return Calls(lambda x: (RUNS.append(flags()), fn(x).exp().sin())[1])
+    return Apply(lambda x: (RUNS.append(flags()), fn(x).exp().sin())[1])
 
 
 @row("`is_checkpointing()`, `is_recomputing()`", "wrapped twice", "to undo it")
@@ -120,7 +110,7 @@ def test_is_checkpointing_and_is_recomputing(lib: Any) -> None:
     assert runs(outer(wrap(inner()))) == [NEITHER, FIRST, AGAIN]
     assert runs(wrap(outer(wrap(inner())))) == [FIRST, FIRST, AGAIN, (True, True), AGAIN]
     with pytest.raises(ZeroDivisionError):
-        wrap(Calls(lambda x: 1 // 0))(X)
+        wrap(Apply(lambda x: 1 // 0))(X)
     assert (lib.is_checkpointing(), lib.is_recomputing()) == NEITHER
     if not is_original(lib):
         assert runs(remat.nn.undo(wrap(inner()))) == [NEITHER]
@@ -175,7 +165,7 @@ def test_keyword_arguments(wrap: Callable) -> Any:
 @compared("tensors in containers among the arguments", theirs=Fails(RuntimeError, "does not require grad"))
 def test_tensors_in_containers_get_gradients(wrap: Callable) -> Any:
     w, x = rand(4, seed=2), rand(5, 4)
-    module = wrap(Calls(lambda tree: (tree["x"] * tree["more"][0]).sin().exp()))
+    module = wrap(Apply(lambda tree: (tree["x"] * tree["more"][0]).sin().exp()))
     module({"x": x * 2, "more": [w, None]}).sum().backward()
     return x.grad, w.grad
 
@@ -212,7 +202,7 @@ def test_repeated_backward(wrap: Callable) -> Any:
 def test_inputs_that_were_changed_in_place_are_an_error(wrap: Callable) -> Any:
     x = rand(5, 4)
     h = x * 1
-    out = wrap(Calls(lambda h: (h + 0).sin().exp()))(h).sum()
+    out = wrap(Apply(lambda h: (h + 0).sin().exp()))(h).sum()
     h.add_(1)
     out.backward()
     return x.grad
@@ -270,12 +260,12 @@ def patched() -> nn.Module:
 
 # Programs of one line with their rows and what fairscale does with them.
 PROGRAMS: list[tuple[str, Outcome, Callable[[Callable], Any]]] = [
-    ("results that aren't tensors", SAME, lambda wrap: wrap(Calls(lambda x: (x.sin(), None, 3, "text")))(X)),
-    ("results that aren't tensors", OTHER, lambda wrap: wrap(Calls(lambda x: [x.sin().exp(), None]))(X)),
-    ("results that aren't tensors", OTHER, lambda wrap: wrap(Calls(lambda x: {"y": x.sin().exp(), "flag": True}))(X)),
-    ("which results require grad", OTHER, lambda wrap: [t.requires_grad for t in wrap(Calls(two))(X)]),
+    ("results that aren't tensors", SAME, lambda wrap: wrap(Apply(lambda x: (x.sin(), None, 3, "text")))(X)),
+    ("results that aren't tensors", OTHER, lambda wrap: wrap(Apply(lambda x: [x.sin().exp(), None]))(X)),
+    ("results that aren't tensors", OTHER, lambda wrap: wrap(Apply(lambda x: {"y": x.sin().exp(), "flag": True}))(X)),
+    ("which results require grad", OTHER, lambda wrap: [t.requires_grad for t in wrap(Apply(two))(X)]),
     ("hooks that it adds", OTHER, lambda wrap: [len(m._forward_hooks) for m in wrap(made(norms)).modules()]),
-    ("random numbers", OTHER, lambda wrap: step(wrap(Calls(noise(torch.Generator().manual_seed(0)))))),
+    ("random numbers", OTHER, lambda wrap: step(wrap(Apply(noise(torch.Generator().manual_seed(0)))))),
     ("`torch.func`", Fails(RuntimeError, "functorch"), lambda wrap: torch.vmap(wrap(made(Block)))(H)),
     ("pickle, `torch.save` of the module", Fails(TypeError, "weakref"), lambda wrap: pickled(wrap(nn.Tanh()))(X)),
     ("a `forward` that was set on the module", OTHER, lambda wrap: wrap(patched())(X)),
@@ -316,7 +306,7 @@ def test_computed_and_constant_inputs_are_offloaded_and_leaves_stay(far: Copies,
     x, leaf, results = rand(5, 4), rand(5, 4, seed=1), []
     policy = policies.save_only_these_names("hidden")
     for offload in (True, False):
-        module = make_copy(checkpoint_wrapper(Calls(product), offload_to_cpu=offload, policy=policy))
+        module = make_copy(checkpoint_wrapper(Apply(product), offload_to_cpu=offload, policy=policy))
         h, y, z = x * 2, leaf * 3, rand(5, 4, seed=2, grad=False)
         out = module({"x": h, "more": [y], "constant": z, "leaf": leaf}).sum()
         storages = [weakref.ref(t.untyped_storage()) for t in (h, y, z)]
