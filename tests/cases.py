@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -146,6 +147,12 @@ def grad(out: Any, inputs: Any, **options: Any) -> tuple[Tensor, ...]:
 def gradient(fn: Callable, x: Tensor, *args: Any) -> Tensor:
     """The gradient of the sum of a function's result with respect to its first argument."""
     return torch.autograd.grad(fn(x, *args).sum(), x)[0]
+
+
+def in_threads(*jobs: Callable[[], Any]) -> list[Any]:
+    """The results of calls that run at once, each in a thread of its own."""
+    with ThreadPoolExecutor(len(jobs)) as threads:
+        return [job.result(60) for job in [threads.submit(job) for job in jobs]]
 
 
 def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], Tensor]:

@@ -5,7 +5,6 @@ The second half runs regions.
 
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cases import assert_same, default_dtype, module
+from cases import assert_same, default_dtype, in_threads, module
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -320,8 +319,7 @@ def other_thread(f: Callable, during: Callable, x: Tensor) -> Tensor:
     """The backward is in a thread whose thread-local state is the initial one."""
     with during():
         out = f(x)
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(grad, out, x).result()
+    return in_threads(lambda: grad(out, x))[0]
 
 
 def func_vjp(f: Callable, during: Callable, x: Tensor) -> Tensor:

@@ -6,14 +6,13 @@ device (tests/device) finds races. The order of work on streams is in `test_acce
 
 import weakref
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from accelerator import DEVICE, backend
-from cases import assert_same, repeated
+from cases import assert_same, in_threads, repeated
 from host_copies import Copies
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -194,8 +193,7 @@ def test_nothing_is_kept_alive(far: Copies) -> None:
 def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
     x = leaf(8)
     first, _ = regions(x, 1)
-    with ThreadPoolExecutor(1) as pool:
-        other, _ = pool.submit(regions, x, 1).result()
+    ((other, _),) = in_threads(lambda: regions(x, 1))
     empty = Group()  # it has no tensor to copy back
     second, _ = regions(x, 1)
     second.backward()

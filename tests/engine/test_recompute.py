@@ -2,14 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from cases import KB, N, Wrap, assert_same, grad, plain, rand, repeated
+from cases import KB, N, Wrap, assert_same, grad, in_threads, plain, rand, repeated
 from side_by_side import Runs
 from torch import Tensor
 from torch.nn import functional as F
@@ -348,11 +347,6 @@ def test_a_recompute_uses_the_derivatives_of_a_forward_under_a_dispatch_mode() -
             out = region(x)
         results.append(grad(out, x))
     assert_same(*results)
-
-
-def in_threads(*jobs: Callable) -> list:
-    with ThreadPoolExecutor(len(jobs)) as threads:
-        return [job.result(60) for job in [threads.submit(job) for job in jobs]]
 
 
 def test_forward_and_backward_in_different_threads() -> None:

@@ -4,14 +4,13 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import rand
+from cases import in_threads, rand
 from random_programs.toolbox import Apply
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
@@ -174,19 +173,14 @@ def test_options_are_restored_after_an_exception() -> None:
     assert effect(early) == ""
 
 
-def in_a_thread(work: Callable[[], Any]) -> Any:
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(work).result()
-
-
 def test_contexts_are_of_the_thread_and_copies_of_regions_have_their_own_options() -> None:
     model = remat.nn.apply(Apply(ends_late), Apply)
     with override(early_stop=False):
-        assert in_a_thread(lambda: effect(early)) == ""
+        assert in_threads(lambda: effect(early)) == [""]
         twin = copy.deepcopy(model)
     assert effect(twin) == "" and effect(override(early_stop=False)(model)) == END
     with disable_remat():
-        assert not in_a_thread(is_disabled)
+        assert in_threads(is_disabled) == [False]
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,12 @@
 
 import doctest
 import gc
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cases import in_threads
 from torch import Tensor
 from torch.func import grad, jvp, vmap
 from torch.testing._internal.two_tensor import TwoTensor
@@ -75,8 +75,7 @@ def test_a_backward_frees_its_residuals(in_a_thread: bool, x: Tensor) -> None:
         loss = x.tanh().tanh().sum()
         assert memory.live == 2 * N + SCALAR
         if in_a_thread:  # the mode doesn't see the operations there
-            thread = threading.Thread(target=loss.backward)
-            thread.start(), thread.join()
+            in_threads(loss.backward)
         else:
             loss.backward()
         del loss

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import Wrap, assert_same, plain, rand, total
+from cases import Wrap, assert_same, in_threads, plain, rand, total
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
@@ -158,7 +158,7 @@ def seed(value: int) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("error, at", FAILURES)
 def test_an_error_leaves_all_state_as_it_was_and_the_region_can_run_again(error, at, way: Callable, thread: bool):
-    f, x, ended = Fails(error, at), torch.randn(2, 3), deque[bool]()
+    f, x = Fails(error, at), torch.randn(2, 3)
     at_once = at == 0 or way is per_sample
     run = (lambda: way(remat(f), x)()) if at_once else way(remat(f), x)
     if error is MutationError:
@@ -173,15 +173,10 @@ def test_an_error_leaves_all_state_as_it_was_and_the_region_can_run_again(error,
         notes = getattr(raised.value, "__notes__", [])
         assert len(notes) == len({*notes}) and bool(notes) >= (at == 1 and error in (KeyError, StopIteration))
         assert_as_before(before, MODULE, drawn=at_once)  # what a first run drew stays drawn, as without remat
-        ended.append(True)
 
-    here, another = surroundings(MODULE), threading.Thread(target=fail)
-    if thread:
-        another.start()
-        another.join()
-    else:
-        fail()
-    assert ended and bool(f.failed) == (error is not MutationError)
+    here = surroundings(MODULE)
+    in_threads(fail) if thread else fail()
+    assert bool(f.failed) == (error is not MutationError)
     assert_as_before(here, MODULE, drawn=at_once)
     if way is by_autograd and at and error is not MutationError:
         assert all(t.isfinite().all() for t in run())
