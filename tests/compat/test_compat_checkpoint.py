@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import assert_same, rand
+from cases import assert_same, default_dtype, rand
 from cases import module as made
 from comparison import OTHER, SAME, TORCH, Fails, Outcome, checkpoints_in_graph, libraries
 from side_by_side import Runs, both, is_torch, values_and_grads
@@ -314,11 +314,8 @@ def test_settings_are_as_in_the_first_run(call: Callable) -> Any:
     """The others are in `tests/ambient`."""
     x = rand(3)
     out = call(lambda x: (x * torch.empty(0).itemsize).sin().exp(), x).sum()
-    torch.set_default_dtype(torch.float64)
-    try:
+    with default_dtype(torch.float64):
         return torch.autograd.grad(out, x)
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 @compared("hooks that the function registers on what it is given or captures", theirs=OTHER)
