@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from cases import assert_same, rand
 from comparison import NEWER, OTHER, TORCH, Fails, Outcome, libraries
 from side_by_side import both, is_torch, values_and_grads
+from surroundings import assert_as_before, surroundings
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointError, CheckpointPolicy
@@ -321,22 +322,17 @@ class Failing:
         assert not self.fails, "it was not entered"
 
 
-def ambient() -> tuple:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return hooks, torch.is_grad_enabled(), torch.get_rng_state().tolist(), torch.get_default_dtype()
-
-
 @both
 @OTHERS
 def test_contexts_that_fail_leave_nothing_behind(module: Any) -> None:
-    (x, w), before, failing = arguments(), ambient(), Failing()
+    (x, w), before, failing = arguments(), surroundings(), Failing()
     with pytest.raises(KeyError):
         in_contexts(module, failing, NOTHING)(x, w)
     out = in_contexts(module, NOTHING, failing)(x, w)
     for _ in range(2):
         with pytest.raises(KeyError):
             torch.autograd.grad(out.sum(), x, retain_graph=True)
-    assert ambient() == before
+    assert_as_before(before)
     if not is_torch(module):
         failing.fails = False
         assert_same(torch.autograd.grad(out.sum(), (x, w)), torch.autograd.grad(deep(x, w).sum(), (x, w)))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from cases import assert_same, rand, total
 from host_copies import Copies
 from random_programs.toolbox import chosen
+from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vjp, vmap
@@ -313,11 +314,6 @@ class Interrupt(BaseException):
     """An exception that user code doesn't catch."""
 
 
-def surroundings() -> tuple:
-    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-    return modes, torch._C._autograd._top_saved_tensors_default_hooks(True), torch.is_grad_enabled()
-
-
 @EVERY_POLICY
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
@@ -336,7 +332,7 @@ def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
     region, x = remat(fn, policy=POLICIES[policy]), rand(4, 4)
     for run, arg in ((gradients, region), (grad(lambda x: region(x).sum()), x.detach())):
         fail(run, arg)
-        assert surroundings() == before
+        assert_as_before(before, drawn=True)
         with gc_disabled():
             assert leaked_bytes(fail, run, arg) == 0
     if when == "forward":
