@@ -147,6 +147,7 @@ class Generating(nn.Module):
         yield x.sin()
 
 
+CALLED = type("Called", (), {"__call__": generator})
 BIG, LEAF, SAVE = torch.ones(1000, 1000), torch.ones(3, requires_grad=True), policies.save_matmuls
 TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(SAVE), "The policy is a keyword argument: `remat(fn, policy=...)`."),
@@ -162,6 +163,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(generator), "remat takes functions that have computed their result when they return, but g"),
     (lambda: remat.remat(partial(generator)), "partial is a generator function. Apply remat to a function"),
     (lambda: remat.remat(Generating()), "Generating is a generator function. Apply remat to a function that it calls."),
+    (lambda: remat.remat(CALLED()), "Called is a generator function. Apply remat to a function that it calls."),
     (lambda: remat.remat(coroutine), "coroutine is an async function. Apply remat to a function that it calls."),
     (lambda: remat.remat(async_generator), "async_generator is an async generator function"),
     (lambda: remat.compat.checkpoint(generator, BIG, use_reentrant=False), "generator is a generator function"),

@@ -5,7 +5,7 @@ import random
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -292,19 +292,6 @@ def test_stored_activations_have_their_derivatives_and_do_not_accumulate() -> No
             assert_same(step(region), expected)
             live.append(memory.live)
     assert live[-1] == live[2]
-
-
-def test_a_callable_object_that_is_a_generator_is_refused() -> None:
-    class Generates:
-        def __call__(self) -> Iterator[int]:
-            yield 1
-
-    layer = type("Layer", (nn.Module,), {"forward": Generates.__call__})()
-    for fn, name in ((Generates(), "Generates"), (Generates.__call__, "__call__"), (layer, "Layer")):
-        with pytest.raises(TypeError, match=f"{name} is a generator function"):
-            remat(fn)
-    with pytest.raises(TypeError, match="<lambda> returned a generator, whose body would run outside the region"):
-        remat(lambda x: (t for t in x))(rand(3))
 
 
 def test_options_that_are_set_for_a_time() -> None:
