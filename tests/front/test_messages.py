@@ -83,7 +83,9 @@ def test_a_mismatch_names_the_region(early_stop: bool) -> None:
     )
 
 
-def test_debug_says_where_it_compares_nothing() -> None:
+@pytest.mark.filterwarnings("error::remat.RematWarning")
+def test_only_debugging_says_that_it_compares_nothing_and_where() -> None:
+    torch.func.hessian(lambda x: remat.remat(layer)(x).sum())(torch.ones(2))
     calls = deque[None]()  # which isn't restored
 
     @remat.remat(debug=True)

@@ -11,7 +11,7 @@ from surroundings import assert_as_before, surroundings
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
 
-from remat import MutationError, RecomputeMismatchError, RematWarning, is_recomputing, policies, remat
+from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
 
 # A gradient for an operand without a batch dimension, of a region whose other operand has one, must not be summed.
 SHARED: dict[str, Callable[[Fn, Tensor], Any]] = {
@@ -176,10 +176,3 @@ def test_a_graph_with_many_paths_is_searched_once() -> None:
     x, y = (t.clone().requires_grad_() for t in (X, Y))
     expected, found = (torch.autograd.grad(f(x, y).sum(), x)[0] for f in (fn, remat(fn)))
     assert torch.equal(found, expected)
-
-
-@pytest.mark.filterwarnings("error::remat.RematWarning")
-def test_only_debugging_says_that_it_compares_nothing_in_a_hessian() -> None:
-    hessian(remat(summed(steady)))(X)
-    with pytest.raises(RematWarning, match="debug=True compares no operations"):
-        hessian(remat(summed(steady), debug=True))(X)
