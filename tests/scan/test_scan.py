@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, rand
+from cases import assert_same, gradient, rand
 from cases import plain_scan as loop
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
@@ -452,23 +452,17 @@ def test_the_deepest_nesting(name: str) -> None:
     nested(most)(h).sum().backward()
 
 
+@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("checkpoints", [3, None])
 @pytest.mark.parametrize("around", [False, True])
 def test_one_step_is_traced(around: bool, checkpoints: int | None) -> None:
-    backend = EagerAndRecordGraphs()
-
-    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        h = torch.tanh(h * 0.9 + x)
-        return h, h.sum()
-
-    run = lambda each, step: lambda h: sum(t.sum() for t in each(step, h.sin(), torch.linspace(0, 1, 20)))
-    h = torch.ones(4, requires_grad=True)
-    fn = run(scan_with(checkpoints), torch.compile(step, backend=backend))
+    backend, h = EagerAndRecordGraphs(), torch.ones(4, requires_grad=True)
+    run = lambda each, step: lambda h: loss_by(each, step, 20)(h.sin())
+    fn = run(scan_with(checkpoints), torch.compile(small_y, backend=backend))
     if around:
         fn = torch.compile(fn, backend="eager")
-    assert_same(torch.autograd.grad(fn(h), h), torch.autograd.grad(run(loop, step)(h), h), exact=False)
+    assert_same(gradient(fn, h), gradient(run(loop, small_y), h), exact=False)
     assert 1 <= len(backend.graphs) <= 2
-    torch._dynamo.reset()
 
 
 ONES, scan, same = torch.ones(3), remat.scan, lambda h, x: (h, None)
