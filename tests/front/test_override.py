@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_debug_enabled, set_checkpoint_early_stop
 
 import remat
+from benchmarks.measure import count_ops, held_bytes
 from remat import RecomputeMismatchError, disable_remat, is_disabled, is_recomputing, override, policies
 from remat.compat import checkpoint, checkpoint_sequential, checkpoint_wrapper
 
@@ -96,6 +97,21 @@ def test_an_option_applies_to_regions_that_are_called_in_the_context(way: str, o
     context, fn, expected = OPTIONS[option]
     f = WAYS[way](fn)
     assert [effect(f), effect(f, context()), effect(f)] == ["", expected, ""]
+
+
+MATMULS = policies.save_matmuls
+
+
+@pytest.mark.parametrize(
+    ("own", "policy", "saved"),
+    [(None, "unchanged", 0), (None, MATMULS, 2), (MATMULS, "unchanged", 2), (MATMULS, None, 0)],
+)
+def test_a_policy_replaces_that_of_a_region_unless_it_is_unchanged(own: Any, policy: Any, saved: int) -> None:
+    x, region = rand(64, 64), remat.remat(lambda x: ((x @ x).sin() @ x).exp(), policy=own)
+    with override(policy=policy):
+        assert held_bytes(region, x) == (1 + saved) * x.nbytes  # the result, and products
+        out = region(x)
+    assert count_ops(out.sum().backward)["aten.mm"] == 2 * 2 + (2 - saved)
 
 
 @pytest.mark.parametrize("lowering", ["autograd", "func"])

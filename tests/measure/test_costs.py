@@ -269,17 +269,6 @@ def test_the_time_of_a_step_is_its_ratio_to_the_plain_one() -> None:
         remat.report(model, x, time=torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    ("own", "override", "products"),
-    [(None, "unchanged", 5), (None, MATMULS, 4), (MATMULS, "unchanged", 4), (MATMULS, None, 5)],
-)
-def test_override_sets_the_policy_of_regions(own: Any, override: Any, products: int) -> None:
-    w, x = rand(8, 8), rand(8, 8)
-    with remat.override(policy=override):
-        out = remat.remat(lambda x: torch.tanh(x @ w) @ w, policy=own)(x)
-    assert count_flops(lambda: out.sum().backward()) == products * 2 * 8**3
-
-
 def test_usual_policies_that_save_nothing_more_are_left_out() -> None:
     """Under vmap a policy without matches recomputes less than none."""
     model, x = blocks()
