@@ -133,6 +133,15 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
+def assert_same_results(run: Callable[[Any], Any], *given: Any, exact: bool = True) -> None:
+    """Assert that a function has the same results for all arguments, and leaves the generator in the same state."""
+    results = []
+    for each in given:
+        torch.manual_seed(0)
+        results.append((run(each), torch.get_rng_state()))
+    assert_same(*results, exact=exact)
+
+
 def plain(fn: Callable, **options: Any) -> Callable:
     """A function without a region: what a program gets in place of `remat` in the run to compare with."""
     return fn

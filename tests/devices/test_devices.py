@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerator import DEVICE, backend
-from cases import assert_same, repeated
+from cases import assert_same, assert_same_results, repeated
 from on_device import MATMULS, allocated, leaf, states
 from torch import Tensor, nn
 from torch.func import grad, jvp, vmap
@@ -85,22 +85,13 @@ def by_jvp(f: Callable, x: Tensor, w: Tensor) -> Any:
         return jvp(f, (x.detach(), w.detach()), (x.detach().cos(), w.detach().sin()))
 
 
-def assert_same_results(run: Callable[[Any], Any], first: Any, second: Any, exact: bool = True) -> None:
-    """Results, and the generators after them, are equal."""
-    results = []
-    for each in (first, second):
-        torch.manual_seed(1)
-        results.append((run(each), states()))
-    assert_same(*results, exact=exact)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("way", [by_autograd, by_grad, by_vmap_of_grad, by_jvp])
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_functions_and_policies(fn: Callable, way: Callable, policy: str) -> None:
     x, w = leaf(8, 8), leaf(8, 8)
     region = remat.remat(fn, policy=POLICIES[policy])
-    assert_same_results(lambda f: way(f, x, w), region, fn, exact=way is by_autograd)
+    assert_same_results(lambda f: (way(f, x, w), states()), region, fn, exact=way is by_autograd)
 
 
 @pytest.mark.parametrize("how", ["argument", "closure"])
@@ -113,7 +104,7 @@ def test_a_generator_of_the_user(way: Callable, how: str) -> None:
 
     def run(f: Callable) -> Any:
         own.manual_seed(3)
-        return way(f if how == "closure" else lambda x, w: f(x, w, own), x, w), own.get_state()
+        return way(f if how == "closure" else lambda x, w: f(x, w, own), x, w), states(own)
 
     x, w = leaf(8, 8), leaf(8, 8)
     assert_same_results(run, remat.remat(fn), fn, exact=way is by_autograd)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import KB, Case, N, Wrap, assert_same, cases, flat, plain, rand, repeated, total
+from cases import KB, Case, N, Wrap, assert_same, assert_same_results, cases, flat, plain, rand, repeated, total
 from side_by_side import Runs
 from torch import Tensor
 from torch.func import grad
@@ -143,11 +143,7 @@ REGIONS: dict[str, Callable[[Wrap], Callable]] = {
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_order_of_forward_and_reverse_mode(order: str, region: str) -> None:
-    def run(wrap: Wrap) -> tuple:
-        torch.manual_seed(3)
-        return ORDERS[order](REGIONS[region](wrap), *tensors()), torch.rand(1)
-
-    assert_same(run(remat), run(plain))
+    assert_same_results(lambda wrap: ORDERS[order](REGIONS[region](wrap), *tensors()), remat, plain)
 
 
 def hessian_vector_product(fn: Callable, x: Tensor, w: Tensor, v: Tensor) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import KB, N, Wrap, assert_same, grad, in_threads, plain, rand, repeated
+from cases import KB, N, Wrap, assert_same, assert_same_results, grad, in_threads, plain, rand, repeated
 from side_by_side import Runs
 from torch import Tensor
 from torch.nn import functional as F
@@ -163,11 +163,8 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
 def test_a_batched_pass_recomputes_once() -> None:
     """It forbids random numbers, but the recompute is not a part of it."""
     runs, rows = Runs(lambda x, w: F.dropout(mm_chain(x, w), 0.5).sin()), torch.eye(16).double().view(16, 4, 4)
-    results = []
-    for fn in (remat(runs), runs.fn):
-        torch.manual_seed(0)
-        results.append(torch.autograd.grad(fn(X, W), (X, W), rows, is_grads_batched=True))
-    assert_same(*results)
+    batched = lambda fn: torch.autograd.grad(fn(X, W), (X, W), rows, is_grads_batched=True)
+    assert_same_results(batched, remat(runs), runs.fn)
     assert runs.count == 2
 
 
@@ -327,14 +324,13 @@ BACKWARDS = {
 @pytest.mark.parametrize("name", BACKWARDS)
 def test_what_is_around_a_backward_has_no_effect_on_a_recompute(name: str, nested: bool, policy: Any) -> None:
     def program(wrap: Wrap) -> Tensor:
-        torch.manual_seed(0)
         inner = wrap(with_a_mode)
         fn = wrap(lambda x, w: inner(x, w).sin()) if nested else inner
         found = BACKWARDS[name](fn(X, W), X)
         assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         return found.clone()
 
-    assert_same(program(lambda fn: remat(fn, policy=policy)), program(plain))
+    assert_same_results(program, remat(policy=policy), plain)
 
 
 def test_a_recompute_uses_the_derivatives_of_a_forward_under_a_dispatch_mode() -> None:

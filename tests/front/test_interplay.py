@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import Wrap, assert_same, plain
+from cases import Wrap, assert_same, assert_same_results, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -35,9 +35,8 @@ def test_with_torchs_checkpoint(policy: Any) -> None:
 
 def test_optimizer_steps_in_the_backward() -> None:
     """Each region captures all layers, and reads one."""
-    results = []
-    for wrap in (remat, plain):
-        torch.manual_seed(0)
+
+    def program(wrap: Wrap) -> list[Tensor]:
         layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(3)])
         step, x = wrap(lambda i, x: layers[i](x).tanh()), torch.ones(2, 3)
 
@@ -51,5 +50,6 @@ def test_optimizer_steps_in_the_backward() -> None:
         for i in range(3):
             x = step(i, x)
         x.sum().backward()
-        results.append([p.detach() for p in layers.parameters()])
-    assert_same(*results)
+        return [p.detach() for p in layers.parameters()]
+
+    assert_same_results(program, remat, plain)

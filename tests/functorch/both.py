@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, plain, rand
+from cases import assert_same_results, plain, rand
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, vjp
 
@@ -24,11 +24,7 @@ vmap = functools.partial(torch.func.vmap, randomness="different")
 
 def both(program: Callable[[Wrap], Any], exact: bool = False, **options: Any) -> None:
     """Assert that a program has the same results with regions, and leaves the generator in the same state."""
-    found = []
-    for wrap in (functools.partial(remat, **options), plain):
-        torch.manual_seed(0)
-        found.append((program(wrap), torch.get_rng_state()))
-    assert_same(*found, exact=exact)
+    assert_same_results(program, functools.partial(remat, **options), plain, exact=exact)
 
 
 def f(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from accelerator import DEVICE
-from cases import Wrap, assert_same, gradient, plain, rand
+from cases import Wrap, assert_same, assert_same_results, gradient, plain, rand
 from host_copies import Copies
 from torch import Tensor, nn
 
@@ -289,11 +289,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
 @every_way
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_state_that_changes_is_as_it_was_in_a_recompute_and_changes_once(name: str, wrap: Wrap) -> None:
-    results = []
-    for each in (wrap, plain):
-        torch.manual_seed(0)
-        results.append(PROGRAMS[name](each))
-    assert_same(*results)
+    assert_same_results(PROGRAMS[name], wrap, plain)
 
 
 inferred = torch.inference_mode()(lambda: torch.ones(3))  # it has no version counter, but a checksum
