@@ -3,6 +3,7 @@
 A case's flags say what plain torch can do with its function; a test selects by them: `cases(func=True, vmap=True)`.
 """
 
+import random
 import subprocess
 import sys
 from collections import namedtuple
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -133,11 +135,16 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
+def seed_all(number: int = 0) -> None:
+    """Seed the generators of torch, Python and NumPy."""
+    torch.manual_seed(number), random.seed(number), numpy.random.seed(number)
+
+
 def assert_same_results(run: Callable[[Any], Any], *given: Any, exact: bool = True) -> None:
     """Assert that a function has the same results for all arguments, and leaves the generator in the same state."""
     results = []
     for each in given:
-        torch.manual_seed(0)
+        seed_all()
         results.append((run(each), torch.get_rng_state()))
     assert_same(*results, exact=exact)
 

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cases import assert_same, default_dtype, in_threads, module
+from cases import assert_same, assert_same_results, default_dtype, in_threads, module, seed_all
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -47,7 +47,7 @@ def capture(held: Any = (), preserve: bool = True, devices: Any = (CPU,)) -> Amb
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    seed(0)
+    seed_all()
 
 
 def following(ambient: Ambient, draw: Callable[[], Any] = draw_all) -> Any:
@@ -340,12 +340,6 @@ def per_sample(f: Callable, during: Callable, x: Tensor) -> Tensor:
 every_way = pytest.mark.parametrize("take", [plain, other_thread, func_vjp, per_sample], ids=lambda way: way.__name__)
 
 
-def seed(number: int = 1) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
-
-
 def dropout(x: Tensor) -> Tensor:
     return nn.functional.dropout(x.sin(), 0.5).exp().sin()
 
@@ -404,7 +398,7 @@ def test_the_precision_of_one_backend_is_left_alone() -> None:
 def test_a_derivative_inside_of_autocast_is_recomputed_outside() -> None:
     def penalty(wrap: Callable) -> Tensor:
         attention = wrap(lambda x: nn.functional.scaled_dot_product_attention(*3 * [x * 2]).float().square().sum())
-        seed()
+        seed_all(1)
         x = torch.randn(1, 3, 8, requires_grad=True)
         with torch.autocast("cpu", torch.bfloat16):
             loss = torch.func.grad(attention)(x).square().mean()
@@ -427,18 +421,15 @@ PROGRAMS: dict[str, tuple[Callable, str]] = {
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_and_generators_are_those_without_remat(name: str, take: Callable) -> None:
     fn, settings = PROGRAMS[name]
-    x, results = torch.randn(2, 4, 8, requires_grad=True), []
+    x = torch.randn(2, 4, 8, requires_grad=True)
 
     @contextmanager
     def during() -> Iterator[None]:
         with SETTINGS[settings]():
             yield
-        seed(99)
+        seed_all(99)
 
-    for f in (remat(fn), fn):
-        seed()
-        results.append((take(f, during, x), draw_all()))
-    assert_same(*results)
+    assert_same_results(lambda f: (take(f, during, x), draw_all()), remat(fn), fn)
 
 
 @pytest.mark.parametrize("take", [plain, other_thread, func_vjp])

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import assert_same, default_dtype, rand
+from cases import assert_same, default_dtype, rand, seed_all
 from cases import module as made
 from comparison import OTHER, SAME, TORCH, Fails, Outcome, checkpoints_in_graph, libraries
 from side_by_side import Runs, both, is_torch, values_and_grads
@@ -228,7 +228,7 @@ def drops(x: Tensor) -> Tensor:
 
 def dropped(call: Callable) -> Any:
     """The result, its gradient, and the states of all generators after more numbers were drawn and a backward ran."""
-    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    seed_all()
     x = torch.ones(64, requires_grad=True)
     out = call(x)
     torch.rand(3), random.random(), np.random.random()

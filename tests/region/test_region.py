@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import Wrap, assert_same, in_threads, plain, rand, total
+from cases import Wrap, assert_same, assert_same_results, in_threads, plain, rand, total
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
@@ -150,10 +150,6 @@ FAILURES = [
 ]
 
 
-def seed(value: int) -> None:
-    torch.manual_seed(value), random.seed(value), np.random.seed(value)
-
-
 @pytest.mark.parametrize("thread", [False, True], ids=["here", "in another thread"])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("error, at", FAILURES)
@@ -180,11 +176,7 @@ def test_an_error_leaves_all_state_as_it_was_and_the_region_can_run_again(error,
     assert_as_before(here, MODULE, drawn=at_once)
     if way is by_autograd and at and error is not MutationError:
         assert all(t.isfinite().all() for t in run())
-    results = []
-    for fn in (remat(f), f):
-        seed(5)
-        results.append(way(fn, x.clone())())
-    assert_same(*results)
+    assert_same_results(lambda fn: way(fn, x.clone())(), remat(f), f)
 
 
 def a_level(x: Tensor) -> Tensor:
@@ -219,7 +211,6 @@ def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(trans
     """These refuse saved-tensor hooks, so the first attempt is abandoned: it drew, counted and stored."""
 
     def run(wrap: Wrap) -> Any:
-        seed(3)
         n, x, c, g = torch.zeros(()), rand(3), rand(3, grad=False), torch.Generator().manual_seed(1)
         earlier = (x * c).sum()  # its graph needs `c` as it is
         norm = nn.BatchNorm1d(3, affine=False).double()
@@ -239,7 +230,7 @@ def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(trans
         grads = [torch.autograd.grad(out.sum(), x) for out in (*outs, earlier)]
         return outs, after, grads, n, torch.rand(3, generator=g), [*norm.buffers()], norm.steps
 
-    assert_same(run(lambda fn: remat(fn, policy=policy)), run(plain), exact=False)
+    assert_same_results(run, remat(policy=policy), plain, exact=False)
 
 
 def test_a_recompute_waits_for_another_until_that_runs_a_backward_pass() -> None:
