@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import assert_same
+from cases import Wrap, assert_same, plain
 from torch import Tensor, nn
 from torch.func import vmap
 
@@ -23,7 +23,6 @@ from benchmarks.measure import leaked_bytes
 from remat import is_recomputing, policies, remat
 
 X = torch.linspace(-1, 1, 12).reshape(4, 3)
-Wrap = Callable[[Any], Any]
 nothing = lambda *_: None
 
 
@@ -232,7 +231,7 @@ def test_a_recompute_reads_the_state_of_the_first_run(name: str, way: Callable, 
         program = PROGRAMS[name]()
         return way(wrap(program.fn), X, program.change), program.state()
 
-    (found, state), (expected, wanted) = run(wrap), run(lambda fn: fn)
+    (found, state), (expected, wanted) = run(wrap), run(plain)
     assert_same(found, expected, exact=False)
     assert_same(state, wanted)
 
@@ -327,7 +326,7 @@ def test_a_region_reads_what_was_collected(wrap: Callable) -> None:
     Nothing is alive after the containers have been cleared, with a backward or without.
     """
 
-    def program(wrap: Callable, backward: bool = True) -> Any:
+    def program(wrap: Wrap, backward: bool = True) -> Any:
         outs: list[Any] = ["start"]
         seen: dict[Any, Any] = {}
         # The same containers, one that is made by a class, and one that holds itself.
@@ -360,7 +359,7 @@ def test_a_region_reads_what_was_collected(wrap: Callable) -> None:
             container.clear()
         return result
 
-    assert_same(program(wrap), program(lambda f: f))
+    assert_same(program(wrap), program(plain))
     assert [leaked_bytes(program, wrap, backward) for backward in (True, False)] == [0, 0]
 
 

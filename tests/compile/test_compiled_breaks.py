@@ -1,7 +1,7 @@
 """Regions that Python runs under `torch.compile`: Dynamo breaks the graph, or a compiled backward would be wrong."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
 
@@ -27,10 +27,9 @@ MATMULS, NAMES = policies.save_matmuls, policies.save_only_these_names("h")
 
 
 @pytest.fixture(autouse=True)
-def _empty() -> Iterator[None]:
+def _empty() -> None:
     RUNS.clear()
     INSIDE.clear()
-    yield
 
 
 def compiled(f: Callable) -> Callable:
