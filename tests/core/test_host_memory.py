@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from accelerator import DEVICE, backend
+from accelerator import DEVICE, LONG, backend
 from cases import assert_same, in_threads, repeated
 from host_copies import Copies
 from torch import Tensor
@@ -200,9 +200,6 @@ def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
     assert set(far.taken()) == {4, 5, 0, 1}
     other.backward()
     assert set(far.taken()) == {2, 3} and first.requires_grad and not empty.members
-
-
-LONG = 10**9  # cycles: the device is busy for about half a second
 
 
 @cuda

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator import DEVICE, backend
+from accelerator import DEVICE, LONG, backend
 from cases import assert_same, repeated
 from on_device import MATMULS, leaf
 from on_device import POLICIES as PLAIN_POLICIES
@@ -17,8 +17,6 @@ from remat.compat import checkpoint_wrapper
 
 pytestmark = pytest.mark.cuda
 SINES = policies.offload(policies.save_ops("aten.sin"))
-LONG = 10**9  # cycles: the device is busy for about half a second
-
 
 LEFT: list[Tensor] = []
 # What a region returns of a value `m` that is copied to the host, and how `m` changes after the region.
