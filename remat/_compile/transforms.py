@@ -107,7 +107,7 @@ class _Calls(private.DispatchMode):
 class TracedCall(Call):
     """A call of a region in a trace."""
 
-    def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
+    def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool]) -> list:
         """Run a region, or a transform of it, on tensors of AOT autograd."""
         root = region.root
         run = partial(_again, region) if root.ran else partial(region.run, run=Run())
@@ -117,11 +117,11 @@ class TracedCall(Call):
         if root.ran:
             return run(operands)
         before = list(map(private.value_now, operands))
-        if recorded or not any(wanted or ()):
+        if recorded or not wanted:
             outs = run(operands)
         else:  # with grad mode the same kernels are chosen as in a recompute, which is differentiated
             with torch.enable_grad():
-                outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted or ())])
+                outs = run([as_leaf(t) if each else t for t, each in zip(operands, wanted)])
             outs = [t.detach() for t in outs]
         root.note_changes(operands, before)
         return outs

@@ -42,7 +42,7 @@ class Call:
         self.orders_below = orders_below  # see `Watch`
         self.unread: set[int] = set()  # operands that autograd follows below all levels, and no result depends on
 
-    def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool] | None) -> list:
+    def at_bottom(self, region: Any, operands: Tensors, wanted: Sequence[bool]) -> list:
         """Run a region, or a transform of it, on plain operands."""
         if self.unread:
             operands = [as_leaf(t, False) if i in self.unread else t for i, t in enumerate(operands)]
@@ -62,10 +62,10 @@ class Call:
         known = [guard.checked(t, before) if _is_same(t, before) else t for t, before, guard in first]
         return [*known, *operands[len(known) :]]
 
-    def _first(self, region: Any, operands: Tensors, wanted: Any, recorded: bool, dual: bool) -> list:
+    def _first(self, region: Any, operands: Tensors, wanted: Sequence[bool], recorded: bool, dual: bool) -> list:
         root, transforms = region.root, list(transforms_of(region))
         inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
-        follows = wanted is not None and any(wanted) and not inference
+        follows = bool(wanted) and not inference
         # Whether one graph has the gradients that each of the levels needs.
         fits = follows and not any(isinstance(each, Batched) and each.sums for each in transforms)
         inputs = operands

@@ -25,18 +25,16 @@ from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd
 from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, unreached
 
-Wanted = Sequence[bool] | None
 
-
-def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> list:
-    """Run a region at the top of the levels. ``wanted`` marks the operands that a ``grad`` level above follows."""
+def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = ()) -> list:
+    """Run a region at the top of the levels. ``wanted`` marks the operands that ``grad`` levels above follow."""
     operands = list(map(private.unwrap_if_dead, operands))
     if private.transforms_active():
         interpreter = private.current_interpreter()
         return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
     if region.uses_func and is_followed_by_autograd(operands) and not has_dual(operands):
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
-        outs = call.at_bottom(region, inputs, None)
+        outs = call.at_bottom(region, inputs, ())
         unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
         # The node leads to what is read. In a recompute the rest requires grad all the same.
         saved = [inputs[i] if i in unread else t for i, t in enumerate(operands)]
@@ -45,7 +43,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Wanted = None) -> 
     return call.at_bottom(region, operands, wanted)
 
 
-def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
+def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Sequence[bool]) -> list:
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
@@ -58,17 +56,17 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         inner = call.batched.get((level, _ungraded(region.inner)))
         batched, values = batched_pullback(region, values, dims, size, randomness, inner, call.orders_below)
     else:
-        sums = wanted is not None and any(w and dim is None for w, dim in zip(wanted, dims))
+        sums = any(w and dim is None for w, dim in zip(wanted, dims))
         batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
-    if wanted is not None and not isinstance(batched, PullbackOfBatched):
+    if wanted and not isinstance(batched, PullbackOfBatched):
         # A node above refers to the region, so it may need its pullback.
         call.batched[level, _ungraded(region)] = batched
     return [t if dim is None else private.wrap_batched(t, dim, level) for t, dim in zip(outs, batched.out_dims)]
 
 
-def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
+def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Sequence[bool]) -> list:
     level = interpreter.level()
     duals = [fwAD.unpack_dual(t) if private.level_of(t) == level else (t, None) for t in operands]
     primals = [private.unwrap_grad(private.unwrap_if_dead(primal), level) for primal, _ in duals]
@@ -80,8 +78,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
             outs = apply(region, primals, call, wanted)
         return _wrapped(outs, level)
     moved = Jvp(region, mask, tuple([private.level_of(t) == level and not moves for t, moves in zip(operands, mask)]))
-    if wanted is not None:
-        wanted = [*wanted, *(w for w, moves in zip(wanted, mask) if moves)]
+    wanted = [*wanted, *(w for w, moves in zip(wanted, mask) if moves)]
     with private.set_forward_grad_enabled(True), interpreter.lower():
         outs = apply(moved, [*primals, *tangents], call, wanted)
     wrapped = _wrapped(outs, level)
@@ -89,7 +86,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
     return [fwAD.make_dual(t, next(rest)) if moves else t for t, moves in zip(wrapped, moved.out_mask)]
 
 
-def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Wanted) -> list:
+def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Sequence[bool]) -> list:
     level = interpreter.level()
     if private.dual_level_active() and any(private.level_of(t) == level and is_dual(t) for t in operands):
         raise RematError(
@@ -103,7 +100,7 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         with interpreter.lower():
             outs = apply(region, _unwrapped(operands, level), call, wanted)
         return _wrapped(outs, level)
-    wanted = followed if wanted is None else [a or b for a, b in zip(followed, wanted)]
+    wanted = [a or b for a, b in zip(followed, wanted)] if wanted else followed
     # A tensor of a level below may require grad there, or have a tangent. This level's node must not see that.
     operands = [t if private.level_of(t) == level else private.wrap_grad(t, level) for t in operands]
     with private.single_level_functions_allowed():
@@ -155,7 +152,7 @@ class RegionNode(private.SingleLevelFunction):
     """A region at one ``grad`` level. It owns the operands."""
 
     @staticmethod
-    def forward(ctx: Any, region: Any, call: Call, level: int, wanted: Wanted, *operands: torch.Tensor) -> tuple:
+    def forward(ctx: Any, region: Any, call: Call, level: int, wanted: Sequence, *operands: torch.Tensor) -> tuple:
         first, lower = not region.root.ran, private.current_interpreter().lower
         with private.set_forward_grad_enabled(True), torch.enable_grad(), lower():
             outs = apply(region, _unwrapped(operands, level), call, wanted)
