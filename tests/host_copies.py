@@ -31,7 +31,7 @@ class Copies:
         def recorded_to_device(offloaded: Offloaded) -> Any:
             self.back.append(next(i for i, ref in enumerate(self.out) if ref() is offloaded._host))
             arrival = to_device(offloaded)
-            self.arrived.append(weakref.ref(arrival.tensor))
+            self.arrived.append(weakref.ref(arrival[0]))
             return arrival
 
         monkeypatch.setattr(host_memory, "_to_host", recorded_to_host)

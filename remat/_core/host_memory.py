@@ -52,8 +52,8 @@ class Offloaded:
 
     def __init__(self, tensor: torch.Tensor, group: Group | None = None) -> None:
         self.shape, self.dtype, self.device = tensor.shape, tensor.dtype, tensor.device
-        self._arrival: _Arrival | None = None
-        self._copied: torch.Event | None = None
+        # The copy on the device, the event after which it is complete, and the stream that its memory belongs to.
+        self._arrival: tuple[torch.Tensor, Any, Any] | None = None
         with private.without_levels():
             source = tensor.detach().resolve_conj().resolve_neg()
             if span(source.shape, source.stride()) > source.numel():  # it has gaps in memory
@@ -70,11 +70,16 @@ class Offloaded:
 
     def get(self) -> torch.Tensor:
         """The tensor on its device, for use on the current stream. It is the same object until ``release``."""
-        arrival = self.prefetch()
+        tensor, copied, home = self.prefetch()
         self.group.reached()
-        return arrival.ready()
+        if copied is not None:
+            current = torch.accelerator.current_stream(self.device)
+            current.wait_event(copied)
+            if current != home:
+                tensor.record_stream(current)
+        return tensor
 
-    def prefetch(self) -> _Arrival:
+    def prefetch(self) -> tuple[torch.Tensor, Any, Any]:
         """Start to copy it back, unless that has started already."""
         with _lock:
             if self._arrival is None:
@@ -82,22 +87,28 @@ class Offloaded:
                     self._arrival = self._to_device()
             return self._arrival
 
-    def _to_device(self) -> _Arrival:
+    def _to_device(self) -> tuple[torch.Tensor, Any, Any]:
         tensor = torch.empty_strided(self.shape, self._stride, dtype=self.dtype, device=self.device)
         if self._copied is None:
             memory(tensor).copy_(self._host)
-            return _Arrival(tensor)
+            return tensor, None, None
         home, back = torch.accelerator.current_stream(self.device), _side(self.device).back
         back.wait_stream(home)  # it may still use the memory's previous contents
         back.wait_event(self._copied)
         with back:
             memory(tensor).copy_(self._host, non_blocking=True)
-        return _Arrival(tensor, back.record_event(), home)
+        return tensor, back.record_event(), home
 
     def release(self) -> None:
         """Release the copy on the device; ``get`` makes another one."""
         with _lock:
-            self._arrival = None
+            arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            _, copied, home = arrival
+            if copied is not None:  # if it was never read, its memory could be reused before the copy into it has ended
+                home.wait_event(copied)
+
+    __del__ = release
 
 
 class Group:
@@ -145,27 +156,6 @@ class Group:
 
 
 _thread = threading.local()  # its groups, in the order in which they were made
-
-
-class _Arrival:
-    """A tensor that is copied back: ready after the event ``done``, in memory that belongs to the stream ``home``."""
-
-    def __init__(self, tensor: torch.Tensor, done: torch.Event | None = None, home: Any = None) -> None:
-        self.tensor, self.done, self.home = tensor, done, home
-
-    def ready(self) -> torch.Tensor:
-        """The tensor, ready for the next operation on the current stream."""
-        if self.done is not None:
-            current = torch.accelerator.current_stream(self.tensor.device)
-            current.wait_event(self.done)
-            if current != self.home:
-                self.tensor.record_stream(current)
-        return self.tensor
-
-    def __del__(self) -> None:
-        # If it was never read, its memory could be reused before the copy into it has ended.
-        if self.done is not None:
-            self.home.wait_event(self.done)
 
 
 class _Side:

@@ -206,7 +206,7 @@ def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
 def test_copies_run_beside_the_computation_and_after_a_late_producer() -> None:
     x = torch.randn(MIB, device=DEVICE)
     kept = Offloaded(x)
-    for event in (lambda: kept._copied, lambda: kept._arrival.done):
+    for event in (lambda: kept._copied, lambda: kept._arrival[1]):
         backend._sleep(LONG)
         busy = backend.current_stream().record_event()
         event().synchronize()
