@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import compress
 from typing import Any
 
 import torch
@@ -146,11 +147,11 @@ class Tape:
         self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
 
     def pull(self, pullback: Pullback) -> Pull:
-        edges, heads = pullback.chosen(self.edges), pullback.heads(self.inputs)
+        edges, heads = list(compress(self.edges, pullback.given)), list(compress(self.inputs, pullback.needs))
         return lambda cotangents: gradients(edges, heads, cotangents, create=False, retain=not self.last)
 
     def serves(self, pullback: Pullback) -> bool:
-        return pullback.inner is self.region and all(t.requires_grad for t in pullback.heads(self.inputs))
+        return pullback.inner is self.region and all(t.requires_grad for t in compress(self.inputs, pullback.needs))
 
 
 def is_followed_by_autograd(operands: Tensors) -> bool:

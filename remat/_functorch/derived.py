@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from itertools import compress
+from typing import Any
 
 import torch
 
@@ -89,9 +90,9 @@ class Jvp(Derived):
             self.out_mask = self.out_mask or list(map(is_dual, outs))
             return [*outs, duals[0].new_zeros(())]  # torch.func.jvp wants at least one output
 
-        heads = tuple(t for t, moves in zip(primals, self.mask) if moves)
+        heads = tuple(compress(primals, self.mask))
         outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
-        return [*outs[:-1], *(t for t, moves in zip(tangents, self.out_mask) if moves)]
+        return [*outs[:-1], *compress(tangents, self.out_mask)]
 
 
 _GOT_TANGENT = (
@@ -100,7 +101,6 @@ _GOT_TANGENT = (
 )
 
 
-T = TypeVar("T")
 Pull = Callable[[Tensors], list]
 
 
@@ -142,10 +142,10 @@ class Pullback(Derived):
                 with self.ambient.restored(), torch.set_grad_enabled(record):
                     grads = pull(cotangents)
             if self.present:  # another way to pull back may find more zeros by structure than the first one did
-                grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, self.heads(primals))]
+                grads = [torch.zeros_like(t) if g is None else g for g, t in zip(grads, compress(primals, self.needs))]
             else:
                 self.present += [g is not None for g in grads]
-            return [g for g, present in zip(grads, self.present) if present]
+            return list(compress(grads, self.present))
 
         return gradients
 
@@ -160,11 +160,11 @@ class Pullback(Derived):
             rest = iter(heads)
             inputs = lift(primals, lifted, private.current_interpreter().level())
             operands = [next(rest) if needs else t for t, needs in zip(inputs, self.needs)]
-            outs = self.chosen(inner.run(operands, run))
+            outs = list(compress(inner.run(operands, run), self.given))
             unread.update(unreached(outs, dict(enumerate(heads))))
             return outs
 
-        _, vjp = torch.func.vjp(at, *self.heads(primals))  # type: ignore[misc]
+        _, vjp = torch.func.vjp(at, *compress(primals, self.needs))  # type: ignore[misc]
 
         def pull(cotangents: Tensors) -> list:
             grads = vjp(list(cotangents), create_graph=private.dual_level_active() or None)
@@ -179,22 +179,15 @@ class Pullback(Derived):
         followed = record and any(map(is_recorded, primals))
         with torch.enable_grad():
             inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
-            outs = [out if out.requires_grad else None for out in self.chosen(self.inner.run(inputs, run))]
-        heads = self.heads(inputs)
+            given = compress(self.inner.run(inputs, run), self.given)
+            outs = [out if out.requires_grad else None for out in given]
+        heads = list(compress(inputs, self.needs))
 
         def pull(cotangents: Tensors) -> list:
             create = followed or (record and any(map(requires_grad_somewhere, cotangents)))
             return gradients(outs, heads, cotangents, create, retain=True)
 
         return pull
-
-    def heads(self, operands: Sequence[T]) -> list[T]:
-        """The operands whose gradients are needed."""
-        return [operand for operand, needs in zip(operands, self.needs) if needs]
-
-    def chosen(self, outs: Sequence[T]) -> list[T]:
-        """The outputs that have a cotangent."""
-        return [out for out, given in zip(outs, self.given) if given]
 
 
 def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
@@ -286,7 +279,7 @@ class PullbackOfBatched(Pullback):
 
     @property
     def out_dims(self) -> list:
-        return [dim for dim, present in zip(self.heads(self.inner.in_dims), self.present) if present]
+        return list(compress(compress(self.inner.in_dims, self.needs), self.present))
 
 
 def batched_pullback(
@@ -301,9 +294,9 @@ def batched_pullback(
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
         kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
         return kind(pullback, dims, size, randomness), values
-    targets: list[Any] = pullback.chosen(inner.out_dims)
+    targets: list[Any] = list(compress(inner.out_dims, pullback.given))
     order = sum(isinstance(each, Pullback) for each in transforms_of(pullback))
-    if order > orders_below or None in targets or None in pullback.heads(inner.in_dims):
+    if order > orders_below or None in targets or None in compress(inner.in_dims, pullback.needs):
         return Batched(pullback, dims, size, randomness), values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
     return PullbackOfBatched(inner, pullback), values[:count] + aligned

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -78,7 +79,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
             outs = apply(region, primals, call, wanted)
         return _wrapped(outs, level)
     moved = Jvp(region, mask, tuple([private.level_of(t) == level and not moves for t, moves in zip(operands, mask)]))
-    wanted = [*wanted, *(w for w, moves in zip(wanted, mask) if moves)]
+    wanted = [*wanted, *compress(wanted, mask)]
     with private.set_forward_grad_enabled(True), interpreter.lower():
         outs = apply(moved, [*primals, *tangents], call, wanted)
     wrapped = _wrapped(outs, level)
