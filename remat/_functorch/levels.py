@@ -20,7 +20,7 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.passes import nearest_engine_call
 from .._core.state import own_work
-from .._core.tensors import is_differentiable, is_dual, overlapping
+from .._core.tensors import is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, has_dual, is_followed_by_autograd
@@ -162,9 +162,9 @@ class RegionNode(private.SingleLevelFunction):
         ctx.operands = operands  # saved ones would live until the level ends; changes are detected at the bottom
         ctx.set_materialize_grads(False)
         is_of_level = isinstance(region, Graded) and region.level == level
-        found = None if not first else region.depends if is_of_level else call.depends
-        depends = map(is_differentiable, wrapped) if found is None else found
-        ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
+        depends = region.depends if is_of_level else call.depends
+        if first and depends is not None:
+            ctx.mark_non_differentiable(*(t for t, d in zip(wrapped, depends) if not d))
         return wrapped
 
     @staticmethod
