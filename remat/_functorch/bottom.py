@@ -47,10 +47,9 @@ class Call:
         """Run a region, or a transform of it, on plain operands."""
         if self.unread:
             operands = [as_leaf(t, False) if i in self.unread else t for i, t in enumerate(operands)]
-        recorded, dual = is_followed_by_autograd(operands), has_dual(operands)
-        root = region.root
+        root, recorded = region.root, is_followed_by_autograd(operands)
         if not root.ran:
-            return self._first(region, operands, wanted, recorded, dual)
+            return self._first(region, operands, wanted, recorded)
         if root.record is not None:
             root.record.in_backward()
         with hooks_allowed(), outside_of_batched_backward():
@@ -63,8 +62,9 @@ class Call:
         known = [guard.checked(t, before) if _is_same(t, before) else t for t, before, guard in first]
         return [*known, *operands[len(known) :]]
 
-    def _first(self, region: Any, operands: Tensors, wanted: Sequence[bool], recorded: bool, dual: bool) -> list:
+    def _first(self, region: Any, operands: Tensors, wanted: Sequence[bool], recorded: bool) -> list:
         root, transforms = region.root, list(transforms_of(region))
+        dual = any(map(is_dual, operands))
         inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
         follows = bool(wanted) and not inference
         # Whether one graph has the gradients that each of the levels needs.
@@ -157,10 +157,6 @@ class Tape:
 def is_followed_by_autograd(operands: Tensors) -> bool:
     """Whether plain autograd records operations on plain operands."""
     return torch.is_grad_enabled() and any(map(is_recorded, operands))
-
-
-def has_dual(operands: Tensors) -> bool:
-    return private.dual_level_active() and any(map(is_dual, operands))
 
 
 def is_refused_change(error: RuntimeError) -> bool:

@@ -23,7 +23,7 @@ from .._core.state import own_work
 from .._core.tensors import is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
-from .bottom import Call, has_dual, is_followed_by_autograd
+from .bottom import Call, is_followed_by_autograd
 from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, unreached
 
 
@@ -33,7 +33,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = (
     if private.transforms_active():
         interpreter = private.current_interpreter()
         return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
-    if region.uses_func and is_followed_by_autograd(operands) and not has_dual(operands):
+    if region.uses_func and is_followed_by_autograd(operands) and not any(map(is_dual, operands)):
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         outs = call.at_bottom(region, inputs, ())
         unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
@@ -89,7 +89,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
 
 def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Sequence[bool]) -> list:
     level = interpreter.level()
-    if private.dual_level_active() and any(private.level_of(t) == level and is_dual(t) for t in operands):
+    if any(private.level_of(t) == level and is_dual(t) for t in operands):
         raise RematError(
             "A region got a dual tensor that `forward_ad.make_dual` made inside a function differentiated by "
             "torch.func.grad or vjp. Make the dual tensor outside of that function, or use torch.func.jvp inside."
