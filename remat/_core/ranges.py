@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -35,20 +36,17 @@ class Ranges(set[int]):
         return result
 
 
-def in_range(fn: Callable, run: str) -> Callable:
-    """The function of a region, with each run in a profiler range. No mode sees the range."""
-
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        open_range = record_function(f"remat {name_of(fn)} {run}")
+@contextmanager
+def in_range(fn: Any, run: str) -> Iterator[None]:
+    """Within, a run of a region's function is in a profiler range, which no mode sees."""
+    open_range = record_function(f"remat {name_of(fn)} {run}")
+    with private.without_torch_function(), private.without_dispatch():
+        open_range.__enter__()
+    try:
+        yield
+    finally:
         with private.without_torch_function(), private.without_dispatch():
-            open_range.__enter__()
-        try:
-            return fn(*args, **kwargs)
-        finally:
-            with private.without_torch_function(), private.without_dispatch():
-                open_range.__exit__(None, None, None)
-
-    return marked
+            open_range.__exit__(None, None, None)
 
 
 def name_of(fn: Any) -> str:

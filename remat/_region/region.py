@@ -100,11 +100,11 @@ class Region:
         mode = run.recorder or run.replay
         if mode is not None:
             mode.bind(inputs)
-        if private.profiling():
-            fn = in_range(fn, "recompute" if again else "forward")
+        span = in_range(fn, "recompute" if again else "forward") if private.profiling() else _NOTHING
         torch.clear_autocast_cache()  # so that all runs cast the weights that they read, and the casts are freed
         try:
-            with within(own_work=False) if again else first_run(self.answers), mode or _NOTHING, run.log or _NOTHING:
+            outer = within(own_work=False) if again else first_run(self.answers)
+            with outer, mode or _NOTHING, run.log or _NOTHING, span:
                 result = fn(*args, **kwargs) if contexts is None else contexts.run(fn, args, kwargs, again)
         finally:
             torch.clear_autocast_cache()
