@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -56,15 +56,20 @@ def bottom(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def chain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A tensor and all tensors that it wraps, down to the plain one."""
+    yield tensor
+    while private.is_wrapped(tensor):
+        tensor = private.unwrap_once(tensor)
+        yield tensor
+
+
 def is_left_from_vmap(tensor: torch.Tensor) -> bool:
     """Whether a tensor was made at a ``vmap`` level that has ended, so that nothing can read it."""
-    while private.is_wrapped(tensor):
-        if private.is_batched(tensor):
-            levels = [level.level() for level in private.interpreter_stack() or () if level.key().value == private.VMAP]
-            if private.level_of(tensor) not in levels:
-                return True
-        tensor = private.unwrap_once(tensor)
-    return False
+    if not private.is_wrapped(tensor):
+        return False
+    active = [level.level() for level in private.interpreter_stack() or () if level.key().value == private.VMAP]
+    return any(private.is_batched(each) and private.level_of(each) not in active for each in chain(tensor))
 
 
 def is_in_graph(tensor: torch.Tensor) -> bool:
@@ -78,9 +83,7 @@ def is_in_graph(tensor: torch.Tensor) -> bool:
 
 def requires_grad_somewhere(tensor: torch.Tensor) -> bool:
     """Whether a tensor requires grad at any of its levels. A batched or dual wrapper doesn't show it."""
-    while not tensor.requires_grad and private.is_wrapped(tensor):
-        tensor = private.unwrap_once(tensor)
-    return tensor.requires_grad
+    return any(each.requires_grad for each in chain(tensor))
 
 
 def is_followed_below(level: int, tensor: torch.Tensor) -> bool:

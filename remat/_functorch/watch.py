@@ -19,7 +19,7 @@ from .._core import private
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import tensors
 from .._core.state import own_work, state
-from .._core.tensors import is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
+from .._core.tensors import bottom, chain, is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
 from ..errors import CaptureError, RematError
 
 
@@ -127,7 +127,7 @@ class Watch(TorchFunctionMode):
             if private.is_wrapped(tensor):
                 if private.level_of(tensor) > (private.current_level() or 0):
                     raise CaptureError(_HIDDEN.format(tuple(tensor.shape)))
-                if not any(map(self._is_inside, chain := _chain(tensor))) and not self._is_newer(chain[-1]):
+                if not any(map(self._is_inside, chain(tensor))) and not self._is_newer(bottom(tensor)):
                     self.suspects.append(weakref.ref(tensor))
             elif self.plain_too and tensor.requires_grad and not self._is_newer(tensor):
                 self.suspects.append(weakref.ref(tensor))
@@ -219,14 +219,6 @@ _REDUCTIONS = {
     torch.Tensor.max, torch.Tensor.min, torch.Tensor.median, torch.Tensor.nanmedian,
 }  # fmt: skip
 _EMBEDDINGS = {F.embedding, torch.embedding}
-
-
-def _chain(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """A tensor and all tensors that it wraps, down to the plain tensor."""
-    chain = [tensor]
-    while private.is_wrapped(chain[-1]):
-        chain.append(private.unwrap_once(chain[-1]))
-    return chain
 
 
 _CUT = (
