@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .._core.devices import accelerator, has_started
+from .._core.devices import NEAR, accelerator, has_started
 from .._core.tensors import bytes_of
 
 
@@ -96,7 +96,7 @@ def generator_name(generator: Any) -> str:
 def _device_generators(devices: Iterable[torch.device]) -> Iterable[Any]:
     started: dict[int, Any] = {}  # without devices that this machine doesn't have, which fake tensors may be on
     for device in devices:
-        module = None if device.type in ("cpu", "meta") else getattr(torch, device.type, None)
+        module = None if device.type in NEAR else getattr(torch, device.type, None)
         if module is not None and has_started(module):
             # A region may draw from any device of the backend. Reading is cheap: the states are in host memory.
             every = getattr(module, "default_generators", None)

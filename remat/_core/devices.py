@@ -14,6 +14,8 @@ from . import private
 from .state import own_work, unseen
 from .tensors import parts
 
+NEAR = {"cpu", "meta"}  # devices whose tensors are in host memory, or have no memory
+
 
 @cache
 def accelerator() -> tuple[torch.device, ...]:
@@ -24,7 +26,7 @@ def accelerator() -> tuple[torch.device, ...]:
 
 def accelerators_of(tensors: Iterable[torch.Tensor]) -> dict[str, Any]:
     """The modules of the accelerators that these tensors are on, as ``torch.cuda``, by their types."""
-    kinds = {tensor.device.type for tensor in tensors} - {"cpu", "meta"}
+    kinds = {tensor.device.type for tensor in tensors} - NEAR
     return {kind: torch.get_device_module(kind) for kind in sorted(kinds)}
 
 
@@ -59,7 +61,7 @@ def wait_for_backward_threads(tensors: Iterable[torch.Tensor]) -> None:
     A device's thread reports the end of a pass first, then releases its tensors, and then starts the next pass: ours.
     """
     with torch.enable_grad(), unseen(), own_work(), private.without_levels():
-        for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
+        for device in {tensor.device for tensor in tensors if tensor.device.type not in NEAR}:
             nothing = torch.empty(0, device=device, requires_grad=True)
             torch.autograd.grad(nothing.view(0), nothing, torch.empty(0, device=device))
 

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 
 from . import private
-from .devices import accelerator
+from .devices import NEAR, accelerator
 from .passes import Pass, current_pass
 from .tensors import memory, span
 
 # The memory of a tensor is not free until its copy to the host ends. A caller with more bytes in flight has to wait.
 IN_FLIGHT_BYTES = 512 * 2**20
-NEAR = {"cpu", "meta"}  # devices whose tensors are in host memory, or have no memory
 
 _lock = threading.RLock()  # one for all groups, as groups use each other, and a pass may end at any time
 

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from .._core import host_memory, private
-from .._core.devices import is_capturing
+from .._core.devices import NEAR, is_capturing
 from .._core.facts import tensors as tensors_in
 from .._core.host_memory import Group, Offloaded
 from .._core.state import alias, own_work, state, unseen
@@ -128,7 +128,7 @@ class Guard(Held):
         tensor = self.tensor
         if not tensor.is_floating_point() or not _is_small(tensor, COPY_BYTES):
             self._copy = None
-        elif tensor.device.type in ("cpu", "meta"):
+        elif tensor.device.type in NEAR:
             self._copy = copy if _may_differ(tensor, copy) else None
         elif not (tensor.is_nested or isinstance(tensor, private.FakeTensor) or is_capturing()):
             self._differs = _Comparison(tensor, copy)
