@@ -80,26 +80,20 @@ graph_task_keeps_graph = _autograd._get_current_graph_task_keep_graph  # nodes k
 current_node = torch._C._current_autograd_node
 will_execute_node = torch._C._will_engine_execute_node  # a pass may be for some inputs only
 graph_exec_group = torch._C._get_graph_exec_group  # the ``GraphExecGroup`` in whose scope a backward runs
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the running backward pass ends (the hook that DDP uses; there is no public one)."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
+# Calls a function when the running backward pass ends (the hook that DDP uses; there is no public one).
+at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 # The number of a graph node, which grows with each node that a thread makes: it shows which nodes are older.
 sequence_number = methodcaller("_sequence_nr")
 
 
 def version(tensor: torch.Tensor) -> int:
-    """The version counter of a tensor, which counts in-place modifications; ``NO_VERSION`` for inference tensors."""
+    """The version counter of a tensor, which counts in-place modifications; -1 for inference tensors."""
     try:
         return tensor._version
     except RuntimeError:
-        return NO_VERSION
+        return -1
 
 
-NO_VERSION = -1
 raw_version = attrgetter("_version")  # for many tensors, without a Python frame for each; inference tensors raise
 origin = attrgetter("_base", "grad_fn")  # the base of a view, and the node that made a tensor
 saved_look = attrgetter("dtype", "shape", "device", "grad_fn.__class__", "_version")  # all in one call
