@@ -282,22 +282,21 @@ class PullbackOfBatched(Pullback):
         return list(compress(compress(self.inner.in_dims, self.needs), self.present))
 
 
-def batched_pullback(
-    pullback: Pullback, values: list, dims: tuple, size: int, randomness: str, inner: Batched | None, orders_below: int
-) -> tuple[Any, list]:
-    """``vmap`` of a pullback, and its operands; or the pullback of ``inner``, the ``vmap`` from a run of the region.
+def batched_pullback(batched: Batched, values: list, inner: Batched | None, orders_below: int) -> tuple[Any, list]:
+    """``batched``, which maps a pullback, and its operands; or the pullback of ``inner``, from a run of the region.
 
     ``orders_below``: how many derivatives autograd may take below ``vmap``.
     """
+    pullback, dims, size, randomness = batched.inner, batched.in_dims, batched.batch_size, batched.randomness
     count = len(pullback.needs)
     if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
-        kind = BatchedPullback if all(dim is None for dim in dims[:count]) else Batched
-        return kind(pullback, dims, size, randomness), values
+        is_mapped = any(dim is not None for dim in dims[:count])
+        return batched if is_mapped else BatchedPullback(pullback, dims, size, randomness), values
     targets: list[Any] = list(compress(inner.out_dims, pullback.given))
     order = sum(isinstance(each, Pullback) for each in transforms_of(pullback))
     if order > orders_below or None in targets or None in compress(inner.in_dims, pullback.needs):
-        return Batched(pullback, dims, size, randomness), values
+        return batched, values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
     return PullbackOfBatched(inner, pullback), values[:count] + aligned
 

@@ -52,13 +52,11 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     if randomness == "same" and not region.root.graded and all(dim is None for dim in dims):
         with interpreter.lower():
             return apply(region, operands, call, wanted)
+    sums = any(w and dim is None for w, dim in zip(wanted, dims))
+    batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
     if isinstance(region, Pullback):
-        size = interpreter.batch_size()
         inner = call.batched.get((level, _ungraded(region.inner)))
-        batched, values = batched_pullback(region, values, dims, size, randomness, inner, call.orders_below)
-    else:
-        sums = any(w and dim is None for w, dim in zip(wanted, dims))
-        batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
+        batched, values = batched_pullback(batched, values, inner, call.orders_below)
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
     if wanted and not isinstance(batched, PullbackOfBatched):
