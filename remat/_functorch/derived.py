@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import compress
 from typing import Any
 
@@ -22,14 +23,12 @@ from ..errors import MutationError
 Tensors = Sequence[torch.Tensor]
 
 
+@dataclass(slots=True, eq=False)
 class Derived(ABC):
     """A transform of ``inner``; ``root`` is the region that the user called."""
 
-    __slots__ = ("inner", "root")
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.root = inner.root
+    inner: Any
+    root = property(lambda self: self.inner.root)
 
     @abstractmethod
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
@@ -42,17 +41,14 @@ class Derived(ABC):
         return self.inner.uses_func or at_level
 
 
+@dataclass(slots=True, eq=False)
 class Graded(Derived):
     """A region inside a ``grad`` level of its own, whose graph is not read: its function can see the level."""
 
-    __slots__ = ("depends", "level", "lifted", "mask")
-
-    def __init__(self, inner: Any, level: int, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
-        super().__init__(inner)
-        self.depends: list[bool] | None = None  # which results require grad at the level, found by a run
-        self.level = level
-        self.mask = mask
-        self.lifted = lifted  # which operands are of this level
+    level: int
+    mask: tuple[bool, ...]
+    lifted: tuple[bool, ...]  # which operands are of this level
+    depends: list[bool] | None = None  # which results require grad at the level, found by a run
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         with private.grad_level() as level, private.allow_requires_grad(True):
@@ -67,16 +63,13 @@ def lift(tensors: Tensors, which: Sequence[bool], level: int) -> list[torch.Tens
     return [private.wrap_grad(t, level) if lifted else t for t, lifted in zip(tensors, which)]
 
 
+@dataclass(slots=True, eq=False)
 class Jvp(Derived):
     """``jvp`` of a region. Its operands are all operands of the region, then the tangents of those in ``mask``."""
 
-    __slots__ = ("lifted", "mask", "out_mask")
-
-    def __init__(self, inner: Any, mask: tuple[bool, ...], lifted: tuple[bool, ...]) -> None:
-        super().__init__(inner)
-        self.mask = mask
-        self.lifted = lifted  # which operands without a tangent are of this level, so that they may change in place
-        self.out_mask: list[bool] = []  # which outputs have a tangent, found by the first run
+    mask: tuple[bool, ...]
+    lifted: tuple[bool, ...]  # which operands without a tangent are of this level, so that they may change in place
+    out_mask: list[bool] = field(default_factory=list)  # which outputs have a tangent, found by the first run
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         primals = operands[: len(self.mask)]
@@ -104,21 +97,18 @@ _GOT_TANGENT = (
 Pull = Callable[[Tensors], list]
 
 
+@dataclass(slots=True, eq=False)
 class Pullback(Derived):
     """The map from a region's operands, and cotangents of its outputs in ``given``, to gradients.
 
     The gradients are those of the operands in ``needs``; ``present`` marks those that aren't zero by structure.
     """
 
-    __slots__ = ("ambient", "given", "level", "needs", "present")
-
-    def __init__(self, inner: Any, needs: tuple[bool, ...], given: tuple[bool, ...], level: int) -> None:
-        super().__init__(inner)
-        self.ambient: Ambient | None = None  # of the first backward: autocast around it casts there too
-        self.level = level  # the level that needs it
-        self.needs = needs
-        self.given = given
-        self.present: list[bool] = []  # found by running
+    needs: tuple[bool, ...]
+    given: tuple[bool, ...]
+    level: int  # the level that needs it
+    present: list[bool] = field(default_factory=list)  # found by running
+    ambient: Ambient | None = None  # of the first backward: autocast around it casts there too
 
     def run(self, operands: Tensors, run: Run, tape: Any = None) -> list[torch.Tensor]:
         count = len(self.needs)
@@ -230,18 +220,15 @@ def transforms_of(region: Any) -> Iterator[Any]:
         region = region.inner
 
 
+@dataclass(slots=True, eq=False)
 class Batched(Derived):
     """``vmap`` of a region, over these dimensions of the operands."""
 
-    __slots__ = ("batch_size", "in_dims", "out_dims", "randomness", "sums")
-
-    def __init__(self, inner: Any, in_dims: tuple, batch_size: int, randomness: str, sums: bool = False) -> None:
-        super().__init__(inner)
-        self.in_dims = in_dims
-        self.batch_size = batch_size
-        self.randomness = randomness
-        self.sums = sums  # a level above follows an operand without a batch dimension: its gradient must not be summed
-        self.out_dims: list[int | None] = []  # found by running
+    in_dims: tuple[int | None, ...]
+    batch_size: int
+    randomness: str
+    sums: bool = False  # a level above follows an operand without a batch dimension: its gradient must not be summed
+    out_dims: list[int | None] = field(default_factory=list)  # found by running
 
     def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
         return self._mapped(lambda inputs: self.inner.run(inputs, run), operands, self.in_dims)
@@ -269,13 +256,9 @@ _PULLBACKS = Pullback, BatchedPullback
 
 
 class PullbackOfBatched(Pullback):
-    """A pullback of the ``vmap`` of a region, in place of ``pullback``. Its gradients have the operands' dimensions."""
+    """A pullback of the ``vmap`` of a region. Its gradients have the operands' dimensions."""
 
     __slots__ = ()
-
-    def __init__(self, inner: Batched, pullback: Pullback) -> None:
-        super().__init__(inner, pullback.needs, pullback.given, pullback.level)
-        self.present = pullback.present  # one list for both
 
     @property
     def out_dims(self) -> list:
@@ -298,7 +281,9 @@ def batched_pullback(batched: Batched, values: list, inner: Batched | None, orde
     if order > orders_below or None in targets or None in compress(inner.in_dims, pullback.needs):
         return batched, values
     aligned = [_align(t, dim, target, size) for t, dim, target in zip(values[count:], dims[count:], targets)]
-    return PullbackOfBatched(inner, pullback), values[:count] + aligned
+    # Both pullbacks have one list of what is present.
+    shared = PullbackOfBatched(inner, pullback.needs, pullback.given, pullback.level, pullback.present)
+    return shared, values[:count] + aligned
 
 
 def _align(tensor: torch.Tensor, dim: int | None, target: int, size: int) -> torch.Tensor:
