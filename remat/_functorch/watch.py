@@ -122,14 +122,12 @@ class Watch(TorchFunctionMode):
         transform. If its history doesn't show that, it is captured if it is alive when the run has ended.
         """
         for tensor in read:
-            if self._is_inside(tensor) or (private.is_wrapped(tensor) and private.is_dead(tensor)):
+            if self._is_inside(tensor) or private.is_dead(tensor):
                 continue
-            if private.is_wrapped(tensor):
-                if private.level_of(tensor) > (private.current_level() or 0):
-                    raise CaptureError(_HIDDEN.format(tuple(tensor.shape)))
-                if not any(map(self._is_inside, chain(tensor))) and not self._is_newer(bottom(tensor)):
-                    self.suspects.append(weakref.ref(tensor))
-            elif self.plain_too and tensor.requires_grad and not self._is_newer(tensor):
+            if private.level_of(tensor) > (private.current_level() or 0):
+                raise CaptureError(_HIDDEN.format(tuple(tensor.shape)))
+            is_followed = private.is_wrapped(tensor) or (self.plain_too and tensor.requires_grad)
+            if is_followed and not any(map(self._is_inside, chain(tensor))) and not self._is_newer(bottom(tensor)):
                 self.suspects.append(weakref.ref(tensor))
             self.made([tensor])
 
