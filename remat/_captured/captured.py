@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dis import get_instructions
-from inspect import ismemberdescriptor
 from itertools import islice
 from operator import is_
 from types import BuiltinMethodType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from .._ambient.generators import is_generator
 from .._core.tensors import is_left_from_vmap
-from .._core.trees import attributes, contents, copy_dict, size
+from .._core.trees import attributes, contents, copy_dict, size, slots
 from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables, read
 
 
@@ -130,13 +129,7 @@ def wrapped(value: Any) -> Any:
     return attributes(value).get("__wrapped__")
 
 
-@ByClass
-def slots(cls: Any) -> list[Any]:
-    """The slots of the instances of a class, without those of classes written in C, which may be read-only."""
-    declaring = [vars(base) for base in cls.__mro__ if "__slots__" in vars(base)]
-    return [slot for names in declaring for slot in names.values() if ismemberdescriptor(slot)]
-
-
+_SLOTS = ByClass(slots)
 _BUDGET = 100_000  # objects visited per call
 _LIMIT = 10_000  # containers with more entries are data, not state
 _STATE = 1_000  # containers up to this length are state even if plain, and their contents are recorded
@@ -294,7 +287,7 @@ class Captured:
     def instance(self, value: Any, path: Path) -> None:
         cls: Any = type(value)
         self._attributes(attributes(value), path)
-        values = {slot: read(slot, value) for slot in slots[cls]}
+        values = {slot: read(slot, value) for slot in _SLOTS[cls]}
         self.note(Descriptors, value, values)
         self.see_all([(slot.__name__, each) for slot, each in values.items()], path.attribute)
         self.see(called(cls, "__call__"), path.attribute("__call__"))

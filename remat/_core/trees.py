@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import types
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from inspect import ismemberdescriptor
 from typing import Any
 
 import optree
@@ -25,6 +25,12 @@ from .private import TORCH_NODES
 def attributes(value: Any) -> Any:
     """The ``__dict__`` of an object, or an empty one."""
     return object.__getattribute__(value, "__dict__") if type(value).__dictoffset__ else {}
+
+
+def slots(cls: Any) -> list[Any]:
+    """The slots of the instances of a class, without those of classes written in C, which may be read-only."""
+    declaring = [vars(base) for base in reversed(cls.__mro__) if "__slots__" in vars(base)]
+    return [slot for names in declaring for slot in names.values() if ismemberdescriptor(slot)]
 
 
 def size(container: Any) -> int:
@@ -138,16 +144,11 @@ def _dataclass(cls: type) -> Node | None:
     except TypeError:  # it subclasses a built-in type, whose contents are not fields
         return None
     # Descriptors, since setattr does not work on frozen classes and may run the user's code.
-    slots = {
-        name: member
-        for base in reversed(cls.__mro__)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    }
+    by_name = {slot.__name__: slot for slot in slots(cls)}
 
     def take(obj: Any) -> tuple[Iterable[Any], tuple[str, ...], tuple[str, ...]]:
         state = dict(attributes(obj))
-        for name, slot in slots.items():
+        for name, slot in by_name.items():
             with suppress(AttributeError):  # never set
                 state[name] = slot.__get__(obj)
         names = tuple(state)
@@ -156,8 +157,8 @@ def _dataclass(cls: type) -> Node | None:
     def put(names: tuple[str, ...], values: Iterable[Any]) -> Any:
         obj = object.__new__(cls)
         for name, value in zip(names, values, strict=True):
-            if name in slots:
-                slots[name].__set__(obj, value)
+            if name in by_name:
+                by_name[name].__set__(obj, value)
             else:
                 obj.__dict__[name] = value
         return obj
