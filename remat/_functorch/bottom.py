@@ -63,16 +63,15 @@ class Call:
         return [*known, *operands[len(known) :]]
 
     def _first(self, region: Any, operands: Tensors, wanted: Sequence[bool], recorded: bool) -> list:
-        root, transforms = region.root, list(transforms_of(region))
+        root = region.root
         dual = any(map(is_dual, operands))
         inference = any(t.is_inference() for t in operands)  # autograd can't record inference tensors
         follows = bool(wanted) and not inference
         # Whether one graph has the gradients that each of the levels needs.
-        fits = follows and not any(isinstance(each, Batched) and each.sums for each in transforms)
+        fits = follows and not any(isinstance(each, Batched) and each.sums for each in transforms_of(region))
         inputs = operands
         if fits:  # operands that autograd itself follows, below all levels, stay as they are
-            cut = wanted if not recorded else [w and not is_in_graph(t) for t, w in zip(operands, wanted)]
-            inputs = [as_leaf(t) if each else t for t, each in zip(operands, cut)]
+            inputs = [as_leaf(t) if w and not (recorded and is_in_graph(t)) else t for t, w in zip(operands, wanted)]
         self.operands, self.guards = operands, Guards(inputs, root.inputs.name)
         in_node = recorded and region.uses_func and not dual  # a node of plain autograd represents all of the region
         self.watch = Watch(root, follows or in_node, recorded or dual)
