@@ -52,8 +52,7 @@ def call(fn: Callable, options: Options, args: tuple, kwargs: dict, context_fn: 
 
 def _or_break(result: Any) -> Any:
     """The result of a region that is part of the graph. Another one breaks the graph, so that Python runs it."""
-    reason = reason_to_break()
-    if reason:
+    if reason := reason_to_break():
         private.graph_break(reason)
     return result
 

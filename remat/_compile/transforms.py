@@ -60,7 +60,6 @@ class _Calls(private.DispatchMode):
         self.values = values  # of a call: its result, and the tensors that it wrote to
         self.again = again
         self.made: dict[Any, tuple[Hashable, Any]] = {}  # in a first run, by nodes of the trace, for names
-        self.begin(None)
 
     def ignore_compile_internals(self) -> bool:  # type: ignore[override]
         return True
