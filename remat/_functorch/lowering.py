@@ -34,10 +34,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
         while True:
             with own_work():  # an outer region must not treat these queries as its function's own
                 region.open(follow=_is_followed)
-            shared, needs_levels = Call(recorder_for(region)), False
-            try:
-                with own_work():
-                    operands = region.inputs.operands
+                operands, shared, needs_levels = region.inputs.operands, Call(recorder_for(region)), False
+                try:
                     if state.watch is not None:
                         state.watch.reads(operands)
                     outs = apply(region, operands, shared)
@@ -45,19 +43,19 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                     if state.watch is not None:
                         state.watch.made(outs)
                         state.watch.limit(shared.watch.orders_below)
-                shared.watch = shared.recorder = None  # nodes own it, and a watch refers to its region
-                return region.outputs.build(outs, operands)
-            except NeedsLevels:
-                needs_levels = True
-            except Exception as error:
-                if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
-                    shared.watch.check_captured()  # torch has met a wrapper that it can't place
-                if not is_hooks_refusal(error) or region.uses_func:
-                    raise
-                uses_func = True
-            with own_work():
+                    break
+                except NeedsLevels:
+                    needs_levels = True
+                except Exception as error:
+                    if "INTERNAL ASSERT" in str(error) and shared.watch is not None:
+                        shared.watch.check_captured()  # torch has met a wrapper that it can't place
+                    if not is_hooks_refusal(error) or region.uses_func:
+                        raise
+                    uses_func = True
                 shared.guards.roll_back()
                 region.restart(uses_func, needs_levels)
+        shared.watch = shared.recorder = None  # nodes own it, and a watch refers to its region
+        return region.outputs.build(outs, operands)
     except Exception as error:
         raise with_region(error, region, recomputing=False)  # noqa: B904
     finally:
