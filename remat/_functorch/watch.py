@@ -42,14 +42,6 @@ class Watch(TorchFunctionMode):
         self.inside: dict[int, weakref.ref] = {}
         self.suspects: list[weakref.ref] = []  # made inside, or captured
 
-    def __enter__(self) -> Watch:
-        self.outer, state.watch = state.watch, self
-        return super().__enter__()
-
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        state.watch, self.outer = self.outer, None
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if state.own_work or state.watch is not self:

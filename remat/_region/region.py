@@ -156,9 +156,8 @@ class Region:
         self.ran = True
         operands = inputs.apart(operands)
         forms = [(t.shape, stride_of(t)) for t in operands] if private.JVP in self.kinds else ()
-        if run.watch is not None:
-            run.watch.gets(operands)
-        with inputs.bound_first(operands), run.watch or _NOTHING:
+        run.watch.gets(operands)
+        with inputs.bound_first(operands), within(watch=run.watch), run.watch:
             args, kwargs = inputs.arguments.filled(operands)
             result = self._called(args, kwargs, run, inputs.with_captured(operands), again=False)
         if any((t.shape, stride_of(t)) != form for t, form in zip(operands, forms)):
