@@ -1,12 +1,11 @@
 """Regions that torch.func transforms make of a region. They run on operands and can be recomputed, as a region can.
 
 A derived region's first operands are those of the region it is made from, in the same order. Its ``run`` works on the
-levels that are active where it is called: with none, on plain tensors.
+levels that are active where it is called, with none on plain tensors, and returns the new tensors.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import compress
@@ -24,15 +23,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
-class Derived(ABC):
+class Derived:
     """A transform of ``inner``; ``root`` is the region that the user called."""
 
     inner: Any
     root = property(lambda self: self.inner.root)
-
-    @abstractmethod
-    def run(self, operands: Tensors, run: Run) -> list[torch.Tensor]:
-        """Run the transformed region at the active levels, and return its new tensors."""
 
     @property
     def uses_func(self) -> bool:
