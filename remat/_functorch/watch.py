@@ -83,9 +83,8 @@ class Watch(TorchFunctionMode):
         if self.region.graded:
             return
         # Dropout draws in the order of elements at a level, in that of memory below.
-        if (func in _DROPOUT and not args[0].is_contiguous()) or (
-            func in _QUERIES and private.GRAD in kinds and self._follows_more()
-        ):
+        reorders = func in _DROPOUT and not args[0].is_contiguous()
+        if reorders or (func in _QUERIES and private.GRAD in kinds and self._follows_more()):
             raise NeedsLevels
 
     def limit(self, orders: int) -> None:
