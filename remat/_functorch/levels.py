@@ -72,7 +72,7 @@ def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted
     tangents = [private.unwrap_grad(private.unwrap_if_dead(t), level) for _, t in duals if t is not None]
     mask = tuple(t is not None for _, t in duals)
     if not tangents:
-        region = _graded(region, level, operands, (False,) * len(mask))
+        region = _graded(region, level, operands, mask)
         with interpreter.lower():
             outs = apply(region, primals, call, wanted)
         return _wrapped(outs, level)
@@ -128,13 +128,10 @@ def _wrapped(values: Sequence[Any], level: int) -> list:
 def _graded(region: Any, level: int, operands: Tensors, followed: tuple[bool, ...]) -> Any:
     """Restore a level around a first run where the function can see it: other levels are below, or a `Watch` saw it."""
     root = region.root
-    if root.ran or isinstance(region, Pullback):
-        return region
-    lifted = tuple([private.level_of(t) == level for t in operands])
     below = root.kinds[: level - 1]
-    if private.VMAP in below or private.JVP in below or root.graded:
-        return Graded(region, level, followed, lifted)
-    return region
+    if root.ran or not (private.VMAP in below or private.JVP in below or root.graded):
+        return region
+    return Graded(region, level, followed, tuple([private.level_of(t) == level for t in operands]))
 
 
 def _ungraded(region: Any) -> Any:
