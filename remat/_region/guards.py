@@ -184,15 +184,10 @@ class Guard(Held):
         """
         added_to = accumulated and self.requires_grad
         other = self.copy is not None or self.lost or self.packed is not None or self.dual is not None
-        if added_to or other:
-            stale = self.stale
-            return self.again() if stale is None else stale
-        if self.tensor.requires_grad is not self.requires_grad:  # it was frozen or detached since
-            tensor = cut(self.tensor, self.requires_grad, self.leaf)
-            if not self.leaf:
-                self.tensor = tensor  # ``stale`` looks it up by id
-            return tensor
-        return self.tensor
+        if not (added_to or other) and self.tensor.requires_grad is self.requires_grad:
+            return self.tensor
+        stale = self.stale
+        return self.again() if stale is None else stale
 
 
 class Guards(list[Guard]):

@@ -325,6 +325,10 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
     "detached in place": (
         lambda x, s: (lambda h: (remat(lambda x: (x + h).sin().exp())(x), h.detach_()))(x * 2), "variable 'h' was"
     ),
+    "frozen": (
+        lambda x, s: (lambda w: (remat(lambda x: (x + w).sin().exp())(x), w.requires_grad_(False)))(rand(3)),
+        "variable 'w' was changed in place between .* `optimizer.step",
+    ),
 }  # fmt: skip
 
 
