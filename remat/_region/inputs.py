@@ -40,7 +40,7 @@ class Inputs:
         self._ids: Sequence[int] = ()  # the ids of the tensors in `captured`, by which variables refer to them
         self._bindings: Mapping[int, tuple[Path, int]] = {}  # id of a captured operand -> path, index of the operand
         self._apart: Collection[int] = ()  # operands of which the runs get views
-        self._same: Sequence[tuple[int, int]] = ()  # positions in [*operands, *captured] of tensors that are one
+        self._same: Mapping[int, int] = {}  # index of an operand -> index in `captured`, of tensors that are one
 
     def find(self, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
         """Find what the function captures, as it is now, and return all random generators.
@@ -73,7 +73,7 @@ class Inputs:
             self._ids = list(captured)
             self.captured = Guards(tensors, lambda i: f"captured {paths[i]}", self._found.buffers)
             self.captured.watch_gradients()
-            self._same = _same(operands, tensors)
+            self._same = {i: self._ids.index(id(t)) for i, t in enumerate(operands) if id(t) in captured}
         return generators
 
     def with_captured(self, operands: Tensors) -> list[torch.Tensor]:
@@ -105,9 +105,8 @@ class Inputs:
         views.
         """
         first: dict[int, Any] = dict.fromkeys(map(id, self.captured.tensors))
-        known = {i for i, _ in self._same}
         pairs = enumerate(zip(operands, self.operands))
-        self._apart = {i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer} - known
+        self._apart = {i for i, (tensor, outer) in pairs if first.setdefault(id(tensor), outer) is not outer}
         return self.kept_apart(operands)
 
     def kept_apart(self, operands: Tensors) -> Tensors:
@@ -126,12 +125,9 @@ class Inputs:
     def again(self, operands: Tensors) -> tuple[Tensors, Tensors]:
         """Return the operands and the captured tensors of a recompute. Those that were one tensor are one again."""
         captured = [guard.captured_again(self.captured.accumulated) for guard in self.captured]
-        if not self._same:
-            return operands, captured
-        tensors = [*operands, *captured]
-        for i, first in self._same:
-            tensors[i] = tensors[first]
-        return tensors[: len(operands)], tensors[len(operands) :]
+        if self._same:
+            operands = [captured[self._same[i]] if i in self._same else t for i, t in enumerate(operands)]
+        return operands, captured
 
     def bound_again(self, operands: Tensors, captured: Tensors) -> AbstractContextManager:
         """Within, variables have the values of the first run, with these tensors, for a recompute."""
@@ -143,14 +139,3 @@ class Inputs:
     def _found_tensors(self) -> dict[int, torch.Tensor]:
         assert self._found is not None
         return {id(tensor): tensor for _, tensor in self._found.tensors}
-
-
-def _same(given: Tensors, captured: Tensors) -> list[tuple[int, int]]:
-    """Pairs of positions in ``[*given, *captured]`` that are one tensor.
-
-    The second position is the first captured one, the first a given one or a later captured one.
-    """
-    first: dict[int, int] = {}
-    places = [(i, first.setdefault(id(tensor), i)) for i, tensor in enumerate(captured, len(given))]
-    twice = [(i, j) for i, j in places if i != j]
-    return twice + [(i, first[id(tensor)]) for i, tensor in enumerate(given) if id(tensor) in first]
