@@ -217,17 +217,14 @@ class Guards(list[Guard]):
         grads = (t.grad for t in self.tensors if t.requires_grad and t.is_leaf)
         return [(0, 0) if g is None else (id(g), private.version(g)) for g in grads]
 
-    def hand_over(
-        self, hooks: Hooks, uses: Iterable[int], to_region: bool = False, counted: Collection[int] = ()
-    ) -> None:
+    def hand_over(self, hooks: Hooks, uses: Iterable[int], counted: Collection[int] = ()) -> None:
         """Pass the tensors at these indices to the saved-tensor hooks around the region, once for each use.
 
-        Autograd does so with what it saves. ``to_region``: the hooks are those of an outer region. What the hooks make
-        of the ``counted`` ones is dropped.
+        Autograd does so with what it saves. What the hooks make of the ``counted`` ones is dropped.
         """
         for i in uses:
             guard = self[i]
-            packed = Packed(private.unwrap_if_dead(guard.tensor), hooks, to_region)
+            packed = Packed(private.unwrap_if_dead(guard.tensor), hooks, of_region(hooks) is not None)
             if i not in counted:
                 guard.packed = guard.packed or packed  # what they make of it the first time is kept
 
@@ -287,11 +284,10 @@ def hand_operands(hooks: Hooks | None, operands: Guards, uses: Iterable[tuple[in
     tensors where this run finds one, and must pass the same number.
     """
     if hooks is not None:
-        in_region = of_region(hooks) is not None
         each: Iterable[int] = range(len(operands))
-        if uses is not None and (in_region or in_torch_checkpoint()):
+        if uses is not None and (of_region(hooks) is not None or in_torch_checkpoint()):
             each = [i for _, i in uses]
-        operands.hand_over(hooks, each, in_region)
+        operands.hand_over(hooks, each)
 
 
 def hand_captured(hooks: Hooks | None, captured_inputs: Guards) -> None:
@@ -304,7 +300,7 @@ def hand_captured(hooks: Hooks | None, captured_inputs: Guards) -> None:
         # The recompute of torch's checkpoint may find other tensors, as no region around it binds variables then.
         takes_all = is_counted or getattr(owner, "takes_all", False)
         each = [i for i in range(len(tensors)) if takes_all or i not in stay]
-        captured_inputs.hand_over(hooks, each, in_region, counted=stay if is_counted else ())
+        captured_inputs.hand_over(hooks, each, counted=stay if is_counted else ())
 
 
 def close(operands: Guards, captured_inputs: Guards) -> None:
