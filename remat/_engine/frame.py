@@ -134,7 +134,8 @@ class Frame:
 
     def on_inner_backward(self) -> None:
         self.inside = self.captured_inputs.accumulated = True
-        if (around := of_region(self.outer)) is not None:
+        around = getattr(of_region(self.outer), "frame", None)  # hooks of a recompute that is over have none
+        if around is not None:
             around.on_inner_backward()
 
     def _filled(self, wanted: Slot, to_the_end: bool = False) -> torch.Tensor:

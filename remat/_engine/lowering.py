@@ -152,6 +152,3 @@ class Saver(RegionHooks):
 
     def go_back(self, count: int) -> None:
         del self.frame.slots[count:]
-
-    def on_inner_backward(self) -> None:
-        self.frame.on_inner_backward()

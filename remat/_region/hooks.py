@@ -110,9 +110,7 @@ class RegionHooks:
 
     __slots__ = ()
     around: Any = None  # the hooks of the outer region, which get what this region's policy saves
-
-    def on_inner_backward(self) -> None:
-        """Called when a backward pass runs before the first run has ended."""
+    frame: Any  # of the region
 
 
 def of_region(hooks: tuple | None) -> RegionHooks | None:
