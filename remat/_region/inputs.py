@@ -87,8 +87,9 @@ class Inputs:
 
     def roll_back(self) -> None:
         """Undo the effects of an abandoned first run on captured tensors and variables."""
+        assert self._found is not None
         self.captured.roll_back()
-        bound(self._variables, self._found_tensors()).put()
+        bound(self._variables, {id(tensor): tensor for _, tensor in self._found.tensors}).put()
 
     def name(self, i: int) -> str:
         """The name of the i-th operand in errors; larger numbers are those of the operands' derivatives."""
@@ -120,7 +121,7 @@ class Inputs:
         """Within, variables of captured operands have these values, for a first run."""
         if not self._bindings:
             return nullcontext()
-        return bound(self._variables, {**self._found_tensors(), **self._followed(operands)}, keep_changes=True)
+        return bound(self._variables, self._followed(operands), keep_changes=True)
 
     def again(self, operands: Tensors) -> tuple[Tensors, Tensors]:
         """Return the operands and the captured tensors of a recompute. Those that were one tensor are one again."""
@@ -135,7 +136,3 @@ class Inputs:
 
     def _followed(self, operands: Tensors) -> dict[int, torch.Tensor]:
         return {key: operands[i] for key, (_, i) in self._bindings.items()}
-
-    def _found_tensors(self) -> dict[int, torch.Tensor]:
-        assert self._found is not None
-        return {id(tensor): tensor for _, tensor in self._found.tensors}
