@@ -21,7 +21,7 @@ from .._core.devices import NEAR, is_capturing
 from .._core.facts import tensors as tensors_in
 from .._core.host_memory import Group, Offloaded
 from .._core.state import alias, own_work, state, unseen
-from .._core.tensors import copied, holder, is_dual, is_in_graph, parts, span
+from .._core.tensors import copied, holder, is_dense, is_dual, is_in_graph, parts, span
 from ..errors import MutationError
 from .fingerprints import bits, checksum, fingerprint
 from .hooks import Hooks, Packed, drop_gradient_hooks, in_torch_checkpoint, of_region
@@ -130,7 +130,7 @@ class Guard(Held):
             self._copy = None
         elif tensor.device.type in NEAR:
             self._copy = copy if _may_differ(tensor, copy) else None
-        elif not (tensor.is_nested or isinstance(tensor, private.FakeTensor) or is_capturing()):
+        elif not (isinstance(tensor, private.FakeTensor) or is_capturing()):
             self._differs = _Comparison(tensor, copy)
 
     def get(self) -> torch.Tensor:
@@ -369,11 +369,9 @@ def _leafness(tensor: torch.Tensor) -> bool | None:
 
 
 def _is_small(tensor: torch.Tensor, limit: int) -> bool:
-    if tensor.layout is not torch.strided:
+    if not is_dense(tensor):
         return False
-    size = tensor.numel()
-    if not tensor.is_nested:
-        size = max(size, span(tensor.shape, tensor.stride()))
+    size = max(tensor.numel(), span(tensor.shape, tensor.stride()))
     return size * tensor.element_size() <= (COPY_LARGER_BYTES if tensor.dim() <= 1 else limit)
 
 
@@ -404,11 +402,11 @@ class _Comparison:
 
 
 def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors with the same metadata may have different values; fake and nested tensors always may."""
+    """Whether two tensors with the same metadata may have different values; those of fake tensors always may."""
     if a.is_meta and type(a) is torch.Tensor:
         return False
     with own_work(), unseen():
-        return isinstance(a, private.FakeTensor) or a.is_nested or not torch.equal(a, b)
+        return isinstance(a, private.FakeTensor) or not torch.equal(a, b)
 
 
 CHANGED = (
