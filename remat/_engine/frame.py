@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -198,7 +197,7 @@ class Filler(RegionHooks):
     """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
 
     __slots__ = (
-        "attempt", "difference", "frame", "is_last", "last_slot", "look", "options", "rest", "slots",
+        "attempt", "count", "difference", "frame", "is_last", "last_slot", "look", "options", "slots",
         "stopped", "to_the_end",
     )  # fmt: skip
 
@@ -208,7 +207,7 @@ class Filler(RegionHooks):
         self.is_last = last  # there will be no other recompute
         self.options = options = frame.region.root.options
         self.look, self.slots = LOOKS[options.determinism_check], slots
-        self.rest: Any = iter(slots)
+        self.count = 0  # of the expected tensors that autograd has saved so far
         self.attempt = Run()
         self.stopped = False  # as soon as all slots were filled
         self.difference: RecomputeMismatchError | None = None
@@ -267,22 +266,19 @@ class Filler(RegionHooks):
 
     def release(self) -> None:
         """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""
-        del self.attempt, self.difference, self.frame, self.slots, self.rest, self.last_slot
-
-    @property
-    def count(self) -> int:
-        """How many of the expected tensors autograd has saved so far."""
-        return len(self.slots) - length_hint(self.rest)
+        del self.attempt, self.difference, self.frame, self.slots, self.last_slot
 
     def go_back(self, count: int) -> None:
-        self.rest = iter(self.slots[count:])
+        self.count = count
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        slot = next(self.rest, _NO_SLOT)
-        if slot is None or slot is _NO_SLOT:
-            # Only a backward pass inside reads it. A leaf owns no graph, so it needs no alias.
-            if slot is _NO_SLOT:
-                self._check_more()
+        if self.count == len(self.slots):
+            self._check_more()
+            slot = None
+        else:
+            slot = self.slots[self.count]
+            self.count += 1
+        if slot is None:  # only a backward pass inside reads it; a leaf owns no graph, so it needs no alias
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor)
         if is_on_another(tensor.device, self.frame.streams):
@@ -350,9 +346,6 @@ _ADVICE = (
     "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values."
 )
 _DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
-
-
-_NO_SLOT: Any = object()  # for a tensor that autograd did not save in the first run
 
 
 def shields(frame: Frame) -> list[Any]:
