@@ -249,9 +249,7 @@ class Filler(RegionHooks):
         finally:
             private.pop_hooks()
             drop_gradient_hooks(frame.captured_inputs.tensors, first_hook)
-        if replay and replay.placeholders.is_read:
-            return False
-        return not (replay and replay.escaped())
+        return replay is None or not (replay.placeholders.is_read or replay.escaped())
 
     def _run_by_plan(self, whole: bool) -> Run:
         """The run of a recompute; it executes everything where the first run left no record."""
