@@ -18,8 +18,6 @@ from .._core.private import saved_look, tracing, version, without_levels
 from .._core.state import within
 from .._core.tensors import bottom, has_data, parts, type_text
 
-CHECKS = ("metadata", "values", "none")
-
 
 class Metadata(tuple):
     """The dtype, shape and device of a tensor; of a saved tensor also its kind of node; optionally a checksum."""

@@ -18,7 +18,7 @@ from .._core.state import overriding, state
 from .._policy.policy import Policy, PolicyLike, as_policy
 from .._policy.warnings import Warned
 from ..errors import shown
-from .fingerprints import CHECKS
+from .fingerprints import LOOKS
 
 
 def check_returns(fn: Any) -> None:
@@ -89,8 +89,8 @@ def checked_options(
         if not isinstance(value, bool):
             raise TypeError(f"{name} must be True or False, got {shown(value)}.")
     determinism_check = "metadata" if determinism_check == "default" else determinism_check  # torch's name
-    if determinism_check not in CHECKS:
-        allowed = ", ".join(map(repr, CHECKS))
+    if determinism_check not in LOOKS:
+        allowed = ", ".join(map(repr, LOOKS))
         raise ValueError(f"determinism_check must be one of {allowed} or 'default'; got {determinism_check!r}.")
     # Dynamo treats lists and functions as constants and can't trace the conversion: `_compile` does it later.
     is_constant = torch.compiler.is_compiling() and isinstance(policy, (list, FunctionType))
