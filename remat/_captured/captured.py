@@ -141,7 +141,7 @@ Visit = Callable[["Captured", Any, Path], object]
 
 
 class Captured:
-    """What a function and arguments lead to, the nearest first. A tensor of two variables is listed with both paths."""
+    """What a function and arguments lead to, the nearest first. A tensor is listed once, with its first path."""
 
     def __init__(self, *roots: Any) -> None:
         self.tensors: list[tuple[Path, Any]] = []  # and generators
@@ -155,7 +155,7 @@ class Captured:
             self.see(root, Root(root.__name__ if type(root) is FunctionType else "self"))
         # The list grows meanwhile and never shrinks, so the ids in `_seen` and `_copies` stay valid.
         for visit, value, path in islice(self._queue, _BUDGET):
-            if id(value) not in self._seen or visit is Captured.tensor:
+            if id(value) not in self._seen:
                 self._seen.add(id(value))
                 visit(self, value, path)
 
@@ -196,7 +196,7 @@ class Captured:
         return copy
 
     def tensor(self, value: Any, path: Path) -> None:
-        """The visit of a tensor or generator, one for each path that leads to it."""
+        """The visit of a tensor or generator."""
         self.tensors.append((path, value))
 
     def function(self, fn: FunctionType, path: Path) -> None:
@@ -221,8 +221,7 @@ class Captured:
             }
             self.note(Entries, scope, values)
             for name, value in values.items():
-                if (visit := visits[type(value)]) is not None and (id(scope), name) not in self._seen:
-                    self._seen.add((id(scope), name))
+                if (visit := visits[type(value)]) is not None:
                     self.see(value, Path(f"global {name!r}" if visit is Captured.tensor else name))
         if fn.__defaults__ or fn.__kwdefaults__:
             if names is not None:

@@ -64,9 +64,9 @@ class Inputs:
                 if id(value) not in index:
                     index[id(value)] = len(operands)
                     operands.append(value)
-                bindings.setdefault(id(value), (path, index[id(value)]))
+                bindings[id(value)] = path, index[id(value)]
             else:
-                captured.setdefault(id(value), (path, value))
+                captured[id(value)] = path, value
         self._bindings, self.operands = bindings, operands
         if captured:
             paths, tensors = zip(*captured.values())
