@@ -261,9 +261,8 @@ class Captured:
         sharded = id(module) in self._sharded
         for name in ("_parameters", "_buffers", "_modules"):
             entries = state.get(name)
-            # Two modules may share this dict; TorchScript has another object there.
-            if isinstance(entries, dict) and id(entries) not in self._seen and not (sharded and name == "_parameters"):
-                self._seen.add(id(entries))
+            # TorchScript has another object there.
+            if isinstance(entries, dict) and not (sharded and name == "_parameters"):
                 items = copy_dict(entries)
                 if not sharded:
                     self.note(Entries, entries, items, whole=True)

@@ -152,7 +152,7 @@ def test_a_tensor_in_two_places_is_found_once() -> None:
     assert weight is net.layers[0].weight is net.layers[1].weight
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     vars(layers[1])["_parameters"] = vars(layers[0])["_parameters"]
-    assert paths(layers) == ["self[0].weight", "self[0].bias"]  # but a dict of parameters once
+    assert paths(layers) == ["self[0].weight", "self[0].bias"]
 
 
 tanh = torch.ones(2)
