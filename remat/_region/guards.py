@@ -208,14 +208,15 @@ class Guards(list[Guard]):
     def tensors(self) -> list[Any]:
         return [guard.tensor for guard in self]
 
-    def watch_gradients(self) -> None:
-        """Note the gradients now, so that ``close`` can set ``accumulated``."""
-        self._grads = self._gradients()
-
-    def _gradients(self) -> list[tuple[int, int]]:
-        """The identity and version of each leaf's ``.grad``."""
-        grads = (t.grad for t in self.tensors if t.requires_grad and t.is_leaf)
-        return [(0, 0) if g is None else (id(g), private.version(g)) for g in grads]
+    def note_gradients(self) -> None:
+        """Note the gradients before the first run; after it, set ``accumulated`` if they have changed."""
+        grads = [t.grad for t in self.tensors if t.requires_grad and t.is_leaf]
+        now = [(0, 0) if g is None else (id(g), private.version(g)) for g in grads]
+        if self._grads is None:
+            self._grads = now
+        else:
+            self.accumulated |= now != self._grads
+            self._grads = None
 
     def hand_over(self, hooks: Hooks, uses: Iterable[int], counted: Collection[int] = ()) -> None:
         """Pass the tensors at these indices to the saved-tensor hooks around the region, once for each use.
@@ -234,13 +235,6 @@ class Guards(list[Guard]):
         tensors = map(private.unwrap_if_dead, self.tensors)
         stay = [host_memory.stays(t) or (t.requires_grad and t.is_leaf) for t in tensors]
         self.hand_over(hooks, [i for i, stays in enumerate(stay) if not stays])
-
-    def close(self) -> list[torch.Tensor]:
-        """End the first run, and return the tensors that the region has changed and that were copied before."""
-        if self._grads is not None:
-            self.accumulated |= self._grads != self._gradients()
-            self._grads = None
-        return [guard.tensor for guard in self if guard.close() and not guard.lost]
 
     def roll_back(self) -> None:
         """Restore values and hooks of tensors that a first run has changed, because that run is abandoned."""
@@ -308,8 +302,9 @@ def close(operands: Guards, captured_inputs: Guards) -> None:
 
     Raises MutationError if the region changed a tensor in place that is not a leaf, or tensors that share memory.
     """
-    changed = {id(tensor): tensor for tensor in (*operands.close(), *captured_inputs.close())}
-    if len({id(holder(tensor)) for tensor in changed.values()}) < len(changed):
+    captured_inputs.note_gradients()
+    changed = {id(guard.tensor): guard for guard in (*operands, *captured_inputs) if guard.close() and not guard.lost}
+    if len({id(holder(guard.tensor)) for guard in changed.values()}) < len(changed):
         raise MutationError(
             "A region changes tensors in place that share memory, of which a recompute would get separate copies. "
             "Use out-of-place operations, or let the region read and change them through one of them only."

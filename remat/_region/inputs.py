@@ -72,7 +72,7 @@ class Inputs:
             paths, tensors = zip(*captured.values())
             self._ids = list(captured)
             self.captured = Guards(tensors, lambda i: f"captured {paths[i]}", self._found.buffers)
-            self.captured.watch_gradients()
+            self.captured.note_gradients()
             self._same = {i: self._ids.index(id(t)) for i, t in enumerate(operands) if id(t) in captured}
         return generators
 
