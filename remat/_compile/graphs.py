@@ -32,7 +32,7 @@ def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
             each.meta["recompute"] = _tag(verdict)
     if facts_of(op).views:  # to recompute a view costs nothing, and to save it would save its base
         return CheckpointPolicy.PREFER_RECOMPUTE
-    return _tag(policy.judge(ctx, op, args, kwargs, {}, frozenset()))
+    return _tag(policy.judge((ctx, op, args, kwargs, {})))
 
 
 def _tag(verdict: Verdict) -> CheckpointPolicy:
@@ -50,7 +50,7 @@ def judge_named(policy: Policy, op: Any, args: tuple) -> list[tuple[Any, Verdict
         return []
     names = node.meta[_NAMES] = node.meta.get(_NAMES, frozenset()) | {name}
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    return [(node, policy.judge(*question(node.target, args, kwargs, node.meta["val"]), names))]
+    return [(node, policy.judge(question(node.target, args, kwargs, node.meta["val"]), names))]
 
 
 def maker(node: Any) -> Any:

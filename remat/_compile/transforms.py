@@ -83,7 +83,7 @@ class _Calls(private.DispatchMode):
             self.values[key] = mapped(private.value_now, (new, written))
         elif not (facts.views or written) and (found := tensors(result)):
             made = self.made[private.traced_node(found[0])] = key, mapped(private.value_now, (result, []))
-            self.save(made, self.policy.judge(*question(op, args, kwargs, result), frozenset()))
+            self.save(made, self.policy.judge(question(op, args, kwargs, result)))
         return result
 
     def save(self, made: tuple[Hashable, Any], verdict: Verdict) -> None:

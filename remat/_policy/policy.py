@@ -9,7 +9,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import InitVar, dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeAlias, cast
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from .._core.amounts import parse_amount
 from ..errors import PolicyError
 from . import operators
-from .predicates import SIGNATURE, checked_predicate
+from .predicates import SIGNATURE, Question, checked_predicate
 
 
 class Verdict(enum.Enum):
@@ -32,8 +32,14 @@ RECOMPUTE, SAVE, OFFLOAD = Verdict.RECOMPUTE, Verdict.SAVE, Verdict.OFFLOAD
 Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or returns None where it is unknown
 
 
-def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Verdict:
-    """Call a predicate and return its verdict. PolicyError if it fails, or returns no bool or ``CheckpointPolicy``."""
+def _answer(asked: Question, predicate: Callable) -> Verdict:
+    """Return a predicate's verdict. It is called once for each operation, also if its value gets names later.
+
+    PolicyError if it fails, or returns no bool or ``CheckpointPolicy``.
+    """
+    ctx, op, args, kwargs, answers = asked
+    if id(predicate) in answers:
+        return answers[id(predicate)]
     try:
         found = predicate(ctx, op, *args, **kwargs)
     except (AttributeError, TypeError) as error:  # binary operators would hide a TypeError
@@ -41,13 +47,15 @@ def _answer(predicate: Callable, ctx: Any, op: Any, args: tuple[Any, ...], kwarg
             f"The predicate {getattr(predicate, '__qualname__', predicate)} failed for {op}: {error}. {SIGNATURE}"
         ) from error
     if isinstance(found, bool):
-        return Verdict.SAVE if found else Verdict.RECOMPUTE
-    if isinstance(found, CheckpointPolicy):  # converted by name, as older versions of torch have no offloading
-        return Verdict[found.name.partition("_")[2].removeprefix("CPU_")]
-    raise PolicyError(
-        f"A predicate must return True, False or a torch.utils.checkpoint.CheckpointPolicy; "
-        f"{getattr(predicate, '__qualname__', predicate)} returned {found!r} for {op}."
-    )
+        verdict = SAVE if found else RECOMPUTE
+    elif isinstance(found, CheckpointPolicy):  # converted by name, as older versions of torch have no offloading
+        verdict = Verdict[found.name.partition("_")[2].removeprefix("CPU_")]
+    else:
+        raise PolicyError(
+            f"A predicate must return True, False or a torch.utils.checkpoint.CheckpointPolicy; "
+            f"{getattr(predicate, '__qualname__', predicate)} returned {found!r} for {op}."
+        )
+    return answers.setdefault(id(predicate), verdict)
 
 
 class Policy(ABC):
@@ -86,26 +94,9 @@ class Policy(ABC):
                     f"A budget can't be combined with another policy: {part!r} decides alone what is saved."
                 )
 
-    def judge(
-        self,
-        ctx: Any,
-        op: Any,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        answers: dict[int, Verdict],
-        names: frozenset[str],
-    ) -> Verdict:
-        """Return the verdict on a value with these names. The other arguments are those of a `Question`.
-
-        A predicate is called once for each operation, also if its value gets names later.
-        """
-
-        def ask(predicate: Callable) -> Verdict:
-            if id(predicate) not in answers:
-                answers[id(predicate)] = _answer(predicate, ctx, op, args, kwargs)
-            return answers[id(predicate)]
-
-        return cast(Verdict, self._evaluate(op, names, ask))
+    def judge(self, asked: Question, names: frozenset[str] = frozenset()) -> Verdict:
+        """Return the verdict on a value with these names."""
+        return cast(Verdict, self._evaluate(asked[1], names, partial(_answer, asked)))
 
     def verdict_for(self, op: Any, names: frozenset[str] = frozenset()) -> Verdict | None:
         """Return the verdict on every result of ``op`` with these names, or None where a predicate decides it."""

@@ -62,7 +62,7 @@ class Verdicts:
         return self._judge(self._questions.get(number, _about(step.facts)), self.names[value])
 
     def _judge(self, asked: Question, names: Iterable[str] = ()) -> Verdict:
-        ask = partial(self.policy.judge, *asked, frozenset(names))
+        ask = partial(self.policy.judge, asked, frozenset(names))
         for answers in self._answers:
             ask = partial(answers.verdict, asked[1], ask)
         return ask()

@@ -31,7 +31,7 @@ class Kept(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.policy.judge(None, op, args, {}, {}, frozenset()) is Verdict.SAVE:
+        if self.policy.judge((None, op, args, {}, {})) is Verdict.SAVE:
             self.names.append(operators.packet_name(op).partition("::")[2])
         return op(*args, **(kwargs or {}))
 

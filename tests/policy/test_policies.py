@@ -52,7 +52,7 @@ class Unhashable:
 
 
 def judge(policy: Policy, op: Any = RELU, *names: str, args: tuple = ()) -> Verdict:
-    return policy.judge(None, op, args, {}, {}, frozenset(names))
+    return policy.judge((None, op, args, {}, {}), frozenset(names))
 
 
 NAMED, save_and_offload = only("q", "k*"), in_jax.save_and_offload_only_these_names
@@ -165,7 +165,7 @@ def test_a_predicate_gets_the_call_and_returns_a_bool_or_a_checkpoint_policy(ans
     seen: list = []
     policy = as_policy(lambda *args, **kwargs: seen.append((*args, kwargs)) or answer)
     word = getattr(answer, "name", "_SAVE" if answer else "_RECOMPUTE")
-    assert word.endswith(policy.judge("ctx", MM, (1, 2), {"a": 3}, {}, frozenset()).name)
+    assert word.endswith(policy.judge(("ctx", MM, (1, 2), {"a": 3}, {})).name)
     assert policy.verdict_for(MM) is None
     assert seen == [("ctx", MM, 1, 2, {"a": 3})]
 
