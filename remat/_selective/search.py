@@ -10,7 +10,7 @@ only the best ways at each price: that finds the corners of the convex hull of a
 from __future__ import annotations
 
 import math
-import time
+import timeit
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -90,20 +90,15 @@ def _measured(func: Any, args: tuple, kwargs: dict) -> float:
         return _times[key]
     streams = streams_for(tensors((args, kwargs)))
 
-    def now() -> float:
+    def run() -> None:
+        func(*args, **kwargs)
         for stream in streams:
             stream.synchronize()
-        return time.perf_counter()
-
-    def elapsed() -> float:
-        start = now()
-        func(*args, **kwargs)
-        return now() - start
 
     if len(_times) >= _MOST_TIMES:
         _times.clear()
     with unseen(), torch.no_grad():
-        _times[key] = min(elapsed() for _ in range(_REPEATS)) * 1e6
+        _times[key] = min(timeit.repeat(run, number=1, repeat=_REPEATS)) * 1e6
     return _times[key]
 
 
