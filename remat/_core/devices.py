@@ -95,12 +95,6 @@ def resumed(streams: list[torch.Stream]) -> Iterator[None]:
         yield
 
 
-def record_use(tensor: torch.Tensor) -> None:
-    """Keep a tensor's memory, which may be another stream's, from being reused before the current stream is done."""
-    for stream in streams_for([tensor]):
-        tensor.record_stream(stream)
-
-
 def is_on_another(device: torch.device, streams: list[torch.Stream]) -> bool:
     """Whether the device's current stream is not one of these."""
     known = [stream for stream in streams if stream.device == device]

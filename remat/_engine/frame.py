@@ -32,6 +32,7 @@ from .._region.placeholders import Restart
 from .._region.region import Run
 from .._region.turns import turn
 from .._selective.replay import Replay
+from .._selective.saved import with_form
 from ..errors import MutationError, RecomputeMismatchError
 from .operation_log import OpLog
 from .slots import InputSlot, Slot, Slots
@@ -107,7 +108,7 @@ class Frame:
                 make_readable(tensor, self.streams)  # an outer region's recompute made it, and may have stopped
             return tensor
         if (residual := packed.residual) is not None:
-            return residual.on(packed.source.form)
+            return with_form(residual.get(), packed.source.form)
         value = packed.value
         if reader is None and (group := current_group()) is not None:
             group.take(packed)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .._core.devices import accelerator, make_readable, record_use, streams_for
+from .._core.devices import make_readable, streams_for
 from .._core.facts import Facts, facts_of, tensors
 from .._core.private import without_torch_function
 from .._core.state import state, unseen
@@ -24,7 +24,7 @@ from ..errors import RecomputeMismatchError
 from .mode import RegionMode
 from .program import Plan, Step
 from .recorder import Record
-from .saved import Residual, tensor_of
+from .saved import with_form
 from .values import Argument, Layout
 
 
@@ -42,8 +42,8 @@ class Replay(RegionMode):
         self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
         self.storages = record.storages.copy()
         self.inputs: list[Any] = []  # alive without the run, so they don't escape
-        # The values of the restored steps, as slots that own them may be freed in this run. Some must be fetched first.
-        self.kept: dict[int, Residual | torch.Tensor] = {}
+        # The values of the restored steps, as slots that own them may be freed in this run; fetched before it.
+        self.kept: dict[int, torch.Tensor] = {}
 
     def bind(self, inputs: Iterable[torch.Tensor]) -> None:
         """Begin, with these inputs of the region."""
@@ -52,9 +52,8 @@ class Replay(RegionMode):
         with without_torch_function():
             for value in restored:
                 if (residual := record.saved_values.residual(value)) is not None:
-                    self.kept[value] = residual.get() if residual.is_elsewhere else residual
-            fetched = [content for content in self.kept.values() if isinstance(content, torch.Tensor)]
-            self.home = streams_for(fetched)  # the streams that they were fetched for
+                    self.kept[value] = residual.get()
+            self.home = streams_for(self.kept.values())  # the streams for which they are readable
         self.inputs = list(map(holder, all_parts([*inputs])))
         for value, storage in zip(record.inputs, self.inputs):
             self.storages.put(storage, value)
@@ -132,9 +131,12 @@ class Replay(RegionMode):
         self.position = found + 1
         return found
 
-    def _content(self, value: int) -> Residual | torch.Tensor | None:
-        """Return a saved value, or a tensor that contains it if it had to be fetched."""
-        return self.kept[value] if value in self.kept else self.record.saved_values.residual(value)
+    def _content(self, value: int) -> torch.Tensor | None:
+        """Return a tensor that contains a saved value."""
+        if value in self.kept:
+            return self.kept[value]
+        residual = self.record.saved_values.residual(value)
+        return None if residual is None else residual.get()
 
     def _fits(self, step: Step, args: tuple, kwargs: dict) -> bool:
         """Whether the tensors that a step writes to have as much memory as in the first run.
@@ -144,23 +146,21 @@ class Replay(RegionMode):
         written = step.facts.written(args, kwargs)
         for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
             content = self._content(value)
-            if content is not None and len(as_bytes(tensor_of(content))) != len(as_bytes(tensor)):
+            if content is not None and len(as_bytes(content)) != len(as_bytes(tensor)):
                 return False
         return True
 
     def _restore(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """Return the result of an operation, from its saved values."""
         self.has_not_drawn |= step.draws
-        saved: list[Residual | torch.Tensor | None] = []
+        saved: list[torch.Tensor | None] = []
         for value in step.outs:
             content = self._content(value)
             self.kept.pop(value, None)
-            if isinstance(content, torch.Tensor):
+            if content is not None:
                 make_readable(content, self.home)
-            if content is not None and value in self.record.program.overwritten:  # later the region changes it in place
-                content = as_bytes(tensor_of(content)).clone()
-            if content is not None and accelerator():
-                record_use(tensor_of(content))  # its memory may belong to a stream that the recompute doesn't use
+                if value in self.record.program.overwritten:  # later the region changes it in place
+                    content = as_bytes(content).clone()
             saved.append(content)
             if self.last:
                 self.record.saved_values.release(value)
@@ -176,7 +176,7 @@ class Replay(RegionMode):
                 if content is None:
                     self.placeholders.add(tensor)  # the tensor, which may be the region's own, is the placeholder
                 else:
-                    as_bytes(tensor).copy_(as_bytes(tensor_of(content)))  # outer regions see it, as the write itself
+                    as_bytes(tensor).copy_(as_bytes(content))  # outer regions see it, as the write itself
                     self.placeholders.mark_filled(tensor)
                 self.storages.put(holder(tensor), value)
         return self.placeholders.mark(self._build(step.result, step, contents, read))
@@ -188,7 +188,7 @@ class Replay(RegionMode):
                 with unseen():
                     contents[item.i] = tensor = self.placeholders.placeholder(item)
             else:
-                tensor = content.on(item.form) if isinstance(content, Residual) else item.on(content.untyped_storage())
+                tensor = with_form(content, item.form)
             self.storages.put(tensor.untyped_storage(), step.outs[item.i])
             return tensor
         if isinstance(item, Argument):

@@ -78,14 +78,6 @@ class Residual:
         """Whether the value must be fetched. That may recompute an enclosing region, so not within an operation."""
         return self._far is not None
 
-    def on(self, form: tuple) -> torch.Tensor:
-        """Return a new tensor of a form, whose storage contains the value."""
-        tensor = self.get()
-        if self._far is None and place_of(tensor)[1] == form:
-            return alias(tensor)
-        with private.without_levels() if private.transforms_active() else nullcontext():
-            return Layout(0, form).on(tensor.untyped_storage())
-
     def get(self) -> torch.Tensor:
         """Return a tensor whose storage contains the value. Raises MutationError if the value was changed in place."""
         if self.has_changed:
@@ -115,9 +107,12 @@ class Residual:
         self._near = None
 
 
-def tensor_of(content: Residual | torch.Tensor) -> torch.Tensor:
-    """Return a residual's tensor, or a tensor itself."""
-    return content.get() if isinstance(content, Residual) else content
+def with_form(tensor: torch.Tensor, form: tuple) -> torch.Tensor:
+    """Return a new tensor of a form, on the storage of a tensor."""
+    if place_of(tensor)[1] == form:
+        return alias(tensor)
+    with private.without_levels() if private.transforms_active() else nullcontext():
+        return Layout(0, form).on(tensor.untyped_storage())
 
 
 def numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
