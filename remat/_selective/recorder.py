@@ -35,7 +35,8 @@ class Record:
         self._has_slots = recording.has_slots
         self.one_output = sum(tensor.requires_grad for _, tensor in results) == 1
         self._end = len(self.program.steps)
-        self._wanted = [*recording.saves.above]  # the values that autograd saved: a full recompute makes them
+        # The values that autograd saved: a full recompute makes them.
+        self._wanted = recording.saves.roots(self._end, self.saved_values.hooks)
         warned = recording.verdicts.warned
         self.warns = warned.unmatched(recording)  # gives a warning when a backward pass begins
         warned.of_names(recording.verdicts, recording.known)
@@ -52,14 +53,12 @@ class Record:
         steps, made = choices.steps(self.program), recording.log.made
         self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in (steps or ())])
         if steps is None:
-            roots = recording.saves.roots(self._end, self.saved_values.hooks)
-            choices.close(self.program, roots, results)
+            choices.close(self.program, self._wanted, results)
 
     def _decide_what_is_saved(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
         """Save the needed values, and release the candidates."""
         above, missing = recording.saves.above, list[Source]()
         for slot, source in recording.saves.slots(self.saved_values.hooks):
-            self._wanted += source.values
             residual = self.saved_values.of_slot(source)
             if residual is None:
                 missing.append(source)
@@ -78,7 +77,7 @@ class Record:
 
     def plan(self, slots: Iterable[Any] | None = None, whole: bool = False) -> Plan:
         """Return the plan of a recompute that fills these slots, or all slots. If it is ``whole``, it skips no step."""
-        roots, end = self._wanted, self._end
+        roots, end = [*self._wanted], self._end
         if slots is not None:
             roots, end = [], 0
             for slot in slots:
