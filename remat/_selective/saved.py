@@ -34,7 +34,7 @@ class Residual:
 
     __slots__ = ("__weakref__", "_far", "_near", "_watched", "line", "op")
 
-    def __init__(self, op: Any, line: Line | None) -> None:
+    def __init__(self, op: Any, line: Line) -> None:
         self.op, self.line = op, line  # the operator that made it, and the line that called the operator
         self._far: Offloaded | Packed | None = None
         self._near: torch.Tensor | None = None
@@ -71,19 +71,16 @@ class Residual:
     @property
     def nbytes(self) -> int:
         """The bytes that it occupies on the device."""
-        return 0 if self.is_elsewhere else self._watched[0][0].untyped_storage().nbytes()
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether the value must be fetched. That may recompute an enclosing region, so not within an operation."""
-        return self._far is not None
+        return 0 if self._far is not None else self._watched[0][0].untyped_storage().nbytes()
 
     def get(self) -> torch.Tensor:
-        """Return a tensor whose storage contains the value. Raises MutationError if the value was changed in place."""
+        """Return a tensor whose storage contains the value. That may recompute a region around, if hooks have it.
+
+        Raises MutationError if the value was changed in place.
+        """
         if self.has_changed:
-            op, line = self.op or "an operation", self.line or "an unknown line"
             raise MutationError(
-                f"The output of {op} at {line}, which the region's policy saves for the backward, was "
+                f"The output of {self.op} at {self.line}, which the region's policy saves for the backward, was "
                 f"changed in place later. Use the out-of-place operation, or change a copy: `.clone()`."
             )
         if self._far is None:
@@ -245,7 +242,7 @@ class SavedValues:
         residual = self.residual(value)
         if residual is None:
             log = self.log
-            residual = Residual(log.maker(value).facts.func, log.lines.get(log.made[value]))
+            residual = Residual(log.maker(value).facts.func, log.lines[log.made[value]])
             if self.hooks is None and (self.allowed[value] is Verdict.SAVE or host_memory.stays(tensor)):
                 residual.save_here(tensor)
             else:
