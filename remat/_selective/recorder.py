@@ -92,7 +92,6 @@ class Recorder(RegionMode):
     def __init__(self, recording: Recording) -> None:
         super().__init__(recording.verdicts.policy, recording.known, recording.log.drawing)
         self.recording = recording
-        self.entered = False  # whether an operation on wrapper subclasses has been seen and is dispatched again
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         recording, facts, kwargs = self.recording, facts_of(func), kwargs or {}
@@ -119,19 +118,17 @@ class Recorder(RegionMode):
 
     def _on_wrappers(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """Execute an operation on wrapper subclasses, and record the operations that it executes on inner tensors."""
-        if self.entered:
-            self.entered = False
+        recording, around = self.recording, self.recording.verdicts.around
+        if facts in around:  # it is dispatched again, or on the tensors inside
             return NotImplemented
-        recording, self.entered = self.recording, True
         start = len(recording.log.steps)
-        recording.verdicts.around.append(facts)
+        around.append(facts)
         DispatchMode.__enter__(self)  # else this mode would not see the operations on inner tensors
         try:
             result = func(*args, **kwargs)
         finally:
             DispatchMode.__exit__(self, None, None, None)
-            self.entered = False
-            recording.verdicts.around.pop()
+            around.pop()
         with without_torch_function():
             recording.ran_around(facts, args, kwargs, result, start)
         return result
