@@ -7,10 +7,10 @@ Its program is known afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
-from .._core.facts import Facts, flops, tensors
+from .._core.facts import flops, tensors
 from .._core.known import Known
 from .._core.lines import Line
 from .._core.tensors import is_dense
@@ -65,12 +65,6 @@ class Choices:
         self.flops: list[int] = []  # of the steps
         self.sizes: dict[int, int] = {}  # of values, in bytes
 
-    def verdict(self, number: int, key: tuple) -> Verdict | None:
-        """Return SAVE if the results of this step are saved."""
-        now = key, full_name(key[0].func)
-        self._keep([each for each in self._matches if number < len(each[0]) and each[0][number] in now])
-        return Verdict.SAVE if any(number in steps for _, steps in self._matches) else None
-
     def steps(self, program: Program) -> frozenset[int] | None:
         """Return the saved steps of the program that has run, or None if the program is new."""
         self._keep([each for each in self._matches if len(each[0]) == len(program.steps)])
@@ -79,8 +73,7 @@ class Choices:
     def _keep(self, matches: list[tuple[tuple, frozenset[int]]]) -> None:
         """Drop the other matches. If the policy's own choice was the last match, it was made for another program."""
         chosen = self._policy.chosen
-        is_of_another = not matches and chosen is not None and chosen in self._matches
-        if is_of_another:
+        if not matches and chosen is not None and chosen in self._matches:
             self._warn_once(
                 f"another program than that of {chosen}",
                 f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "
@@ -89,18 +82,26 @@ class Choices:
             )
         self._matches = matches
 
-    def ran(self, facts: Facts, args: tuple, kwargs: dict, result: Any, storages: Storages) -> None:
-        """Record the cost of a step and the sizes of the values that it has made."""
+    def ran(self, key: tuple, args: tuple, kwargs: dict, result: Any, storages: Storages) -> Verdict | None:
+        """Record the cost of a step and the sizes of the values that it has made. Return SAVE if they are saved."""
+        facts, number = key[0], len(self.costs)
         self.costs.append(cost_of(self._policy.cost, facts, args, kwargs, result))
         self.flops.append(flops(facts.func, args, kwargs, result))
         for tensor in tensors((result, facts.written(args, kwargs))):
             value = storages.find(tensor)
             if value is not None and is_dense(tensor):
                 self.sizes[value] = tensor.untyped_storage().nbytes()
+        now = key, full_name(facts.func)
+        self._keep([each for each in self._matches if number < len(each[0]) and each[0][number] in now])
+        return Verdict.SAVE if any(number in steps for _, steps in self._matches) else None
 
     def close(self, program: Program, roots: Mapping[int, int], results: Set[Any]) -> None:
         """Choose what later runs of a new program save, when it has run."""
-        problem = self._problem(program, roots, results)
+        made = [(value, step) for step in program.steps for value in step.outs]
+        # Results of the region count as 0 bytes, as the caller has them.
+        sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in made}
+        keepable = {value for value, step in made if step.is_judged}
+        problem = Problem(program, self.costs, sizes, keepable, roots)
         try:
             found, is_exact = pareto(problem), True
         except TooMany:
@@ -108,9 +109,9 @@ class Choices:
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
         planned = [_as_planned(each, problem, self.flops) for each in found]
         whole = sum(problem.sizes.get(value, 0) for value in roots)
-        made = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
+        of_results = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
         keys = tuple([step.key for step in program.steps])
-        tradeoff = Tradeoff(keys, program.lines, best_of(planned), is_exact, whole, planned[-1], made)
+        tradeoff = Tradeoff(keys, program.lines, best_of(planned), is_exact, whole, planned[-1], of_results)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
             self._warn_once(
@@ -120,13 +121,6 @@ class Choices:
                 f"policy of operators or names.",
             )
         self._known.append((tradeoff, tradeoff.choice(self._policy)))
-
-    def _problem(self, program: Program, roots: Mapping[int, int], results: Collection[Any]) -> Problem:
-        """Return the steps and values to choose. Results of the region count as 0 bytes, as the caller has them."""
-        values = [(value, step) for step in program.steps for value in step.outs]
-        sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in values}
-        keepable = {value for value, step in values if step.is_judged}
-        return Problem(program, self.costs, sizes, keepable, roots)
 
 
 def _as_planned(choice: Choice, problem: Problem, flops: list[int]) -> Choice:

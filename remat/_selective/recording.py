@@ -133,15 +133,13 @@ class Recording:
                 log.exposed.add(self.storages.get(args[0]))
             return
         if self.choices is not None:
-            verdict = self.choices.verdict(number, step.key)
+            verdict = self.choices.ran(step.key, args, kwargs, result, self.storages)
         elif last is not None and step == expected:
             verdict = last.verdicts.get(number)
         else:
             last = self._last = None
             verdict = self.verdicts.on_operation([number], facts, args, kwargs, result) if step.is_judged else None
         log.append(step)
-        if self.choices is not None:
-            self.choices.ran(facts, args, kwargs, result, self.storages)
         if step.overwritten:
             for value in step.overwritten:
                 saved_values.forget(value)
