@@ -17,7 +17,7 @@ from .._core.tensors import is_dense
 from .._policy.operators import full_name
 from .._policy.policy import Budget, Verdict
 from .program import Program
-from .search import Choice, Problem, TooMany, best_of, corners, cost_of, pareto
+from .search import Choice, Problem, best_of, corners, cost_of, pareto
 from .values import Storages
 
 _PROGRAMS = 16  # for which a function remembers a choice
@@ -102,16 +102,14 @@ class Choices:
         sizes = {value: 0 if value in results else self.sizes.get(value, 0) for value, _ in made}
         keepable = {value for value, step in made if step.is_judged}
         problem = Problem(program, self.costs, sizes, keepable, roots)
-        try:
-            found, is_exact = pareto(problem), True
-        except TooMany:
-            found, is_exact = corners(problem), False
+        exact = pareto(problem)
+        found = exact or corners(problem)
         found.append(Choice(0, 0.0, frozenset()))  # fits every budget; a plan may need more bytes than the search found
         planned = [_as_planned(each, problem, self.flops) for each in found]
         whole = sum(problem.sizes.get(value, 0) for value in roots)
         of_results = frozenset(i for i, step in enumerate(program.steps) if not results.isdisjoint(step.outs))
         keys = tuple([step.key for step in program.steps])
-        tradeoff = Tradeoff(keys, program.lines, best_of(planned), is_exact, whole, planned[-1], of_results)
+        tradeoff = Tradeoff(keys, program.lines, best_of(planned), bool(exact), whole, planned[-1], of_results)
         if len(self._known) >= _PROGRAMS:
             self._known.clear()
             self._warn_once(

@@ -139,10 +139,6 @@ _ROUNDING = 1e-9  # of costs: each way adds them in another order
 _Ways = dict[_State, list[_Label]]
 
 
-class TooMany(Exception):
-    """There are too many states for an exact search."""
-
-
 def corners(problem: Problem) -> list[Choice]:
     """Return the choices that are optimal for some price of a byte, by increasing bytes, or nearly so."""
 
@@ -164,7 +160,7 @@ def corners(problem: Problem) -> list[Choice]:
 def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
     """Return the Pareto-optimal choices, by increasing bytes; with a price of a byte, only the cheapest ones.
 
-    Raises TooMany if there are more than ``MOST_WAYS`` ways at all steps, and no price.
+    Without a price it returns none if there are more than ``MOST_WAYS`` ways at all steps.
     """
     none: frozenset[int] = frozenset()
     made = {value: step for step in problem.program.steps for value in step.outs}
@@ -182,7 +178,7 @@ def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
             ways = _merged(_at_step(ways, number - 1, reads, problem), price)
         count += sum(map(len, ways.values()))
         if price is None and count > MOST_WAYS:
-            raise TooMany
+            return []
     best = best_of((label for labels in ways.values() for label in labels), _ROUNDING)
     return [Choice(nbytes, cost, frozenset(steps)) for nbytes, cost, steps in best]
 
