@@ -41,7 +41,4 @@ __all__ = [
     "saved_residuals", "scan", "sequential",
 ]  # fmt: skip
 __version__ = "0.1.0"
-
-
-def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+__dir__ = [*__all__, "__version__"].copy  # completion lists no other names

@@ -23,11 +23,7 @@ from ._region.options import DeterminismCheck, Options, checked_options
 from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget", "every", "load", "undo"]
-
-
-def __dir__() -> list[str]:
-    return __all__
-
+__dir__ = __all__.copy  # completion lists no other names
 
 M = TypeVar("M", bound=torch.nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -31,11 +31,7 @@ __all__ = [
     "save_anything_except_these_names", "save_attention", "save_collectives", "save_convolutions", "save_if",
     "save_matmuls", "save_matmuls_without_batch_dims", "save_only_these_names", "save_ops",
 ]  # fmt: skip
-
-
-def __dir__() -> list[str]:
-    return [*__all__]
-
+__dir__ = __all__.copy  # completion lists no other names
 
 if not TYPE_CHECKING:
 
