@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -247,30 +247,26 @@ class Report:
 
     def __str__(self) -> str:
         best = self.pareto if self.policies else []  # else there is no choice
-        device = any(row.device_peak_bytes is not None for row in self.rows)
-        timed = any(row.time is not None for row in self.rows)
-        cost = "" if self.objective is None else f"recompute{UNITS.get(str(self.objective), ', by the cost')}"
-        allocator, time = "peak of the allocator" if device else "", "time" if timed else ""
-        table = [("", "saved", "peak", allocator, "FLOPs recomputed", "", cost, time, "")]  # less the empty columns
-        for row in self.rows:
-            cells = (
-                row.label,
-                size_text(row.saved_bytes),
-                size_text(row.peak_bytes),
-                "" if row.device_peak_bytes is None else size_text(row.device_peak_bytes),
-                flops_text(row.recomputed_flops),
-                percent_text(row.recomputed_flops, self.plain.flops),
-                number_text(row.cost - self.plain.cost) if cost else "",
-                "" if row.time is None else f"x {row.time:.2f}",
-                "saves more than without remat" if self._saves_more(row) else "*" * (row in best),
-            )
-            table.append(cells)
+        rows, plain, by = self.rows, self.plain, f"recompute{UNITS.get(str(self.objective), ', by the cost')}"
+        columns = [
+            ("", [row.label for row in rows]),
+            ("saved", [size_text(row.saved_bytes) for row in rows]),
+            ("peak", [size_text(row.peak_bytes) for row in rows]),
+            ("peak of the allocator", ["" if (n := row.device_peak_bytes) is None else size_text(n) for row in rows]),
+            ("FLOPs recomputed", [flops_text(row.recomputed_flops) for row in rows]),
+            ("", [percent_text(row.recomputed_flops, plain.flops) for row in rows]),
+            (by, ["" if self.objective is None else number_text(row.cost - plain.cost) for row in rows]),
+            ("time", ["" if row.time is None else f"x {row.time:.2f}" for row in rows]),
+            ("", ["saves more than without remat" if self._saves_more(r) else "*" * (r in best) for r in rows]),
+        ]
+        table = list(zip(*([head, *cells] for head, cells in columns if any(cells))))
         lines = [f"{self.name}: {', '.join(self.environment.values())}", *aligned(table, "<")]
         if best:
-            lines.append(f"* no other row has a lower peak without {'taking longer' if timed else 'recomputing more'}")
+            longer = "recomputing more" if plain.time is None else "taking longer"
+            lines.append(f"* no other row has a lower peak without {longer}")
         elif self.policies:
             lines.append("No other row is better than the plain program.")
-        if not self.plain.flops:
+        if not plain.flops:
             lines.append("FLOPs are those of matrix products, convolutions and attention; this program has none.")
         if self.note:
             lines.append(self.note)
@@ -282,8 +278,8 @@ class Report:
         """The report as plain values, for JSON."""
         best = self.pareto
         rows = [
-            {each.name: getattr(row, each.name) for each in fields(row)}
-            | {
+            {
+                **vars(row),
                 "policy": None if row.policy is None else repr(row.policy),
                 "residuals": [asdict(share) for share in row.shares],
                 "pareto": row in best,
