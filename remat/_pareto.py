@@ -11,7 +11,7 @@ import torch
 from ._core.amounts import aligned, flops_text, number_text, size_text
 from ._core.known import Known
 from ._function import call
-from ._measure.costs import plot_choices
+from ._measure.costs import finish, given_or_new
 from ._measure.program import CALLS_BACKWARD, Program, check_surroundings
 from ._policy.policy import Budget, Chosen
 from ._region.options import Options
@@ -74,18 +74,11 @@ class Curve:
         return Budget(most, self.cost, Chosen(self.operators, best.steps))
 
     def __str__(self) -> str:
-        rows = [
-            (
-                size_text(point.nbytes),
-                f"{point.nbytes / max(1, self.whole):.0%}",
-                number_text(point.cost),
-                flops_text(point.flops),
-                f"{len(point.kept)} of {len(self.operators)}",
-            )
-            for point in self.points
-        ]
-        head = ("saved", "of all", f"cost{UNITS.get(str(self.cost), '')}", "recomputed", "operations saved")
-        lines = aligned([head, *rows])
+        table = [("saved", "of all", f"cost{UNITS.get(str(self.cost), '')}", "recomputed", "operations saved")]
+        for point in self.points:
+            part, kept = f"{point.nbytes / max(1, self.whole):.0%}", f"{len(point.kept)} of {len(self.operators)}"
+            table.append((size_text(point.nbytes), part, number_text(point.cost), flops_text(point.flops), kept))
+        lines = aligned(table)
         return "\n".join(lines if self.is_exact else [*lines, "(the corners of the convex hull)"])
 
     __repr__ = __str__
@@ -95,8 +88,11 @@ class Curve:
 
         Returns the ``Axes``. Raises ``ImportError`` if matplotlib is not installed.
         """
+        axes, unit = given_or_new(axes), UNITS.get(str(self.cost), "")
         points = [(point.nbytes, point.cost) for point in self.points]
-        return plot_choices(axes, points, UNITS.get(str(self.cost), ""))
+        axes.plot(*zip(*points), "o--", drawstyle="steps-post", linewidth=1, clip_on=False)
+        finish(axes, "memory saved for the backward", f"cost of the recompute{unit}", axes.xaxis)
+        return axes
 
 
 def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwargs: Any) -> Curve:

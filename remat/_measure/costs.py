@@ -27,28 +27,20 @@ def plot_peaks(
     axes: Any, points: Sequence[tuple[str, float, int]], best: Sequence[tuple[float, int]] = (), timed: bool = False
 ) -> Any:
     """Draw labelled points of recomputed FLOPs (or times) and peak memory, and a dashed line through the ``best``."""
-    axes = _axes(axes)
+    axes = given_or_new(axes)
     for (label, count, nbytes), marker in zip(points, itertools.cycle("sovDP^X*")):
         # Hollow markers, so that equal points are both seen; at zero they are not cut.
         axes.plot(count, nbytes, marker, markersize=8, fillstyle="none", mew=1.8, clip_on=False, label=label)
     if len(best) > 1:
         axes.plot(*zip(*sorted(best)), "--", drawstyle="steps-post", color="grey", linewidth=1, zorder=1)
-    _label(axes, "time of a step, 1 is that without remat" if timed else "FLOPs recomputed", "peak memory", axes.yaxis)
+    finish(axes, "time of a step, 1 is that without remat" if timed else "FLOPs recomputed", "peak memory", axes.yaxis)
     if not timed:
         axes.xaxis.set_major_formatter(lambda count, _: flops_text(int(count)))
     axes.legend()
     return axes
 
 
-def plot_choices(axes: Any, points: Sequence[tuple[int, float]], unit: str) -> Any:
-    """Draw the cost of choices against the bytes that they save."""
-    axes = _axes(axes)
-    axes.plot(*zip(*points), "o--", drawstyle="steps-post", linewidth=1, clip_on=False)
-    _label(axes, "memory saved for the backward", f"cost of the recompute{unit}", axes.xaxis)
-    return axes
-
-
-def _axes(axes: Any) -> Any:
+def given_or_new(axes: Any) -> Any:
     """The axes to draw on: those given, or those of a new figure."""
     try:
         from matplotlib import pyplot
@@ -57,7 +49,7 @@ def _axes(axes: Any) -> Any:
     return pyplot.subplots(layout="constrained")[1] if axes is None else axes
 
 
-def _label(axes: Any, x: str, y: str, of_bytes: Any) -> None:
+def finish(axes: Any, x: str, y: str, of_bytes: Any) -> None:
     """Label both axes, which start at zero. The axis ``of_bytes`` has few ticks, at multiples of a power of two."""
     axes.set(xlabel=x, ylabel=y, xlim=(0, max(1, axes.get_xlim()[1])), ylim=(0, max(1, axes.get_ylim()[1])))
     axes.grid(alpha=0.3)
