@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,12 +106,10 @@ def checked(program: Program, ways: Sequence[Way]) -> CheckResult:
     gradients = sum(name.startswith("gradient of ") for name in names)
     changed = sum(name.endswith(" after the run") for name in names)
     counts = {"result": len(names) - gradients - changed, "gradient": gradients, "changed tensor": changed}
-    reproducible = True
+    reproducible = not differences
     if differences:
-        try:
+        with suppress(Exception):
             reproducible = not _differences(runs[0], _outcome(program, program.fn, disable_remat))[0]
-        except Exception:
-            reproducible = False
     note = "" if program.transform is not None or program.has_gradients else NOT_DIFFERENTIATED
     return CheckResult(tuple(differences), reproducible=reproducible, counts=counts, rounding=rounding, note=note)
 
