@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial, wraps
 from inspect import unwrap
 from typing import Any
@@ -34,7 +33,7 @@ def is_sequence(module: Any) -> bool:
 
 def segmented(module: nn.Sequential, options: Options) -> Any:
     """Return a forward with a region around each range of modules that the options name."""
-    return partial(modules_in_row, tuple(module), options.segments, (0, len(module)), replace(options, segments=()))
+    return partial(modules_in_row, tuple(module), options.segments, (0, len(module)), options)
 
 
 def modules_in_row(
