@@ -81,7 +81,8 @@ def check(
         True
     """
     _check_surroundings("remat.check")
-    if _are_policies(kwargs.get("policies")):
+    given = kwargs.get("policies")
+    if isinstance(given, (list, tuple)) and any(each is None or isinstance(each, (Policy, str)) for each in given):
         raise TypeError("remat.check takes one policy: `policy=...`. remat.report compares several.")
     program = Program(fn, args, kwargs, transform, loss)
     program.check_is_whole("remat.check")
@@ -186,18 +187,14 @@ def report(
     if time:
         times = relative_times(program, [ways[row.label] for row in rows])
         rows = [replace(row, time=ratio) for row, ratio in zip(rows, times)]
+    has_parts = isinstance(fn, torch.nn.Module) and any(fn.children())
     if transform is None and not program.has_gradients:
         notes.append(NOT_DIFFERENTIATED)
     elif transform is None and program.is_frozen:
         notes.append(FROZEN)
     elif found and own:
         notes.append("Each policy is that of the program's own regions.")
-    elif (
-        where is None
-        and isinstance(fn, torch.nn.Module)
-        and any(fn.children())
-        and any(not isinstance(policy, str) for policy in asked)
-    ):
+    elif where is None and has_parts and not all(isinstance(policy, str) for policy in asked):
         notes.append(
             "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
         )
@@ -251,10 +248,6 @@ def _environment(program: Program) -> dict[str, str]:
     found = accelerators_of(program.inputs()).items()
     names = [getattr(module, "get_device_name", kind.lower)() for kind, module in found]
     return {"torch": f"torch {torch.__version__}", "device": ", ".join(names) or "CPU"}
-
-
-def _are_policies(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and any(each is None or isinstance(each, (Policy, str)) for each in value)
 
 
 def _check_surroundings(name: str) -> None:
