@@ -77,8 +77,8 @@ class Inputs:
         return generators
 
     def with_captured(self, operands: Tensors) -> list[torch.Tensor]:
-        """Return these operands and the captured tensors."""
-        return [*operands, *(tensor for tensor in self.captured.tensors if tensor is not None)]
+        """Return these operands and the captured tensors, for a first run."""
+        return [*operands, *self.captured.tensors]
 
     def release(self) -> None:
         """Release the operands, which the recompute gets from its caller, and the captured tensors."""

@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from logging import DEBUG
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -45,7 +44,6 @@ class Run:
         return go(self)
 
 
-_on_cpu = attrgetter("is_cpu")
 _NOTHING = nullcontext()
 
 
@@ -83,8 +81,7 @@ class Region:
         """
         inputs = self.inputs
         generators = inputs.find(follow)
-        tensors = inputs.with_captured(inputs.operands)
-        devices = () if all(map(_on_cpu, tensors)) else {t.device for t in tensors}
+        devices = {tensor.device for tensor in inputs.with_captured(inputs.operands) if not tensor.is_cpu}
         hand_captured(outer, inputs.captured)
         self.ambient = Ambient(devices, generators, self.options.preserve_rng_state)
 
