@@ -142,8 +142,7 @@ class Program:
         self._found = Captured(*self._roots)
         # Of the tensors: "argument x".
         self.names = [self.arguments.name(called, i) for i in range(len(self.tensors))]
-        found = {id(value): (_readable(path), value) for path, value in reversed(self._found.tensors)}
-        captured = list(reversed(found.values()))
+        captured = [(_readable(path), value) for path, value in self._found.tensors]
         given = [(f"argument generator {i}", each) for i, each in enumerate(self.arguments.generators())]
         self._generators = [*given, *((name, value) for name, value in captured if not isinstance(value, torch.Tensor))]
         # An attribute may still have a tensor of a transform that has ended.
