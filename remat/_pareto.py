@@ -13,9 +13,8 @@ from ._core.known import Known
 from ._function import call
 from ._measure.costs import finish, given_or_new
 from ._measure.program import CALLS_BACKWARD, Program, check_surroundings
-from ._policy.policy import Budget, Chosen
+from ._policy.policy import UNITS, Budget, Chosen
 from ._region.options import Options
-from ._selective.search import UNITS
 from .errors import RematError
 
 

@@ -14,7 +14,8 @@ from torch import nn
 
 from .._core.amounts import aligned, flops_text, number_text, percent_text, size_text
 from .._core.facts import facts_of, flops
-from .._selective.search import UNITS, cost_of
+from .._policy.policy import UNITS
+from .._selective.search import cost_of
 from .allocated import Allocated, with_statistics
 from .observer import gc_disabled
 from .origins import Origins, SavedResidual, grouped

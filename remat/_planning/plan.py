@@ -16,9 +16,9 @@ from .._measure.costs import plot_peaks
 from .._measure.origins import grouped
 from .._modules.eligible import check_module
 from .._modules.region_class import change_back, change_in_place
-from .._policy.policy import Budget, Chosen
+from .._policy.policy import UNITS, Budget, Chosen
 from .._region.options import Options
-from .._selective.search import UNITS, best_of
+from .._selective.search import best_of
 from ..errors import RematError, shown
 
 _FORMAT = 4

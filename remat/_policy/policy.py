@@ -338,7 +338,8 @@ def within(outer: Policy | None, policy: Policy) -> Policy:
     return outer if policy.saves_nothing else Within(outer, policy)
 
 
-COSTS = ("roofline", "flops", "time")
+# The kinds of costs of a budget, with their units for tables and plots.
+UNITS = {"roofline": ", us", "flops": ", FLOP", "time": ", us"}
 
 
 class Chosen(NamedTuple):
@@ -358,9 +359,9 @@ class Budget(Policy):
 
     def __post_init__(self) -> None:
         self.nbytes(0)
-        if not callable(self.cost) and self.cost not in COSTS:
+        if not callable(self.cost) and self.cost not in UNITS:
             raise PolicyError(
-                f"The cost of a budget must be one of {', '.join(map(repr, COSTS))}, or a function "
+                f"The cost of a budget must be one of {', '.join(map(repr, UNITS))}, or a function "
                 f"`(op, args, kwargs, result)`; got {self.cost!r}."
             )
 

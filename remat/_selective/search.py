@@ -34,9 +34,6 @@ _times: dict[Any, float] = {}  # the measured ones, in microseconds
 _MOST_TIMES = 4096
 
 
-UNITS = {"roofline": ", us", "time": ", us", "flops": ", FLOP"}  # of the kinds of costs, for tables and plots
-
-
 def cost_of(cost: str | Cost, facts: Facts, args: tuple, kwargs: dict, result: Any) -> float:
     """Return the cost of this call: FLOPs, microseconds, or the result of the user's function."""
     func = facts.func
