@@ -59,12 +59,13 @@ def saved_residuals(fn: Callable[..., Any], /, *args: Any, inputs: bool = False,
     instead = "Pass it the transformed function: `saved_residuals(torch.func.grad(fn), x)`."
     check_surroundings("saved_residuals", instead, with_policies=False)
     check_hooks_are_allowed()
+    program = Program(fn, args, kwargs)
     try:
-        rows = Listing(fn, args, kwargs).run(under_hooks=True)
+        rows = _listed(program, under_hooks=True)
     except RuntimeError as error:
         if not is_hooks_refusal(error):
             raise
-        rows = Listing(fn, args, kwargs).run(under_hooks=False)
+        rows = _listed(program, under_hooks=False)
     rows = [row for row in rows if inputs or not row.is_input]
     return sorted(rows, key=lambda row: (-row.nbytes, row.source))
 
@@ -87,54 +88,46 @@ def print_saved_residuals(
     print(listing(saved_residuals(fn, *args, inputs=True, **kwargs), inputs), file=file)
 
 
-class Listing:
-    """A run under saved-tensor hooks, or without them for a function that refuses to run under hooks."""
+def _listed(program: Program, under_hooks: bool) -> list[SavedResidual]:
+    """Run the function, under saved-tensor hooks or without them, and list the tensors that its graph keeps alive."""
+    saved: list[weakref.ref[torch.Tensor]] = []
 
-    takes_all = True  # regions pass everything that they save to these hooks
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed = alias(tensor)  # only the graph holds it: while it lives, the tensor is saved
+        saved.append(weakref.ref(packed))
+        return packed
 
-    def __init__(self, fn: Callable, args: tuple, kwargs: dict) -> None:
-        self.program = Program(fn, args, kwargs)
-        self.saved: list[weakref.ref[torch.Tensor]] = []  # what the graph holds in place of saved tensors
-
-    def run(self, under_hooks: bool) -> list[SavedResidual]:
-        """Run the function, and list the tensors that its graph keeps alive."""
-        captured, cut = self.program.cut()
-        operands = self.program.operands()
-        with self.program.preserved(), cut, hooks_allowed():
-            origins = Origins(self.program.named_modules)
-            hooks = saved_tensors_hooks(self.pack, lambda saved: saved) if under_hooks else nullcontext()
-            with torch.enable_grad(), hooks, origins.records_names(), origins:
-                leaves = trees.flatten(self.program.call_and_note(self.program.fn, operands))[0]
-                followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
-                graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
-                others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]  # may be objects with tensors
-                del leaves, followed
-            if not graph and not any(ref() is not None for ref in self.saved) and self.program.turns_to_arguments():
-                return self.run(under_hooks)
-            if under_hooks:
-                found = [part for ref in self.saved if (saved := ref()) is not None for part in parts(saved)]
-            else:
-                found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
-            named: list[tuple[Kind, str, torch.Tensor]] = [
-                ("argument", name.removeprefix("argument "), tensor)
-                for name, tensor in zip(self.program.names, operands)
-            ]
-            named += [("captured", name, tensor) for name, tensor in captured]
-            known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(named) for p in parts(t)}
-            found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]
-            rows = [known.get(id(holder(t))) or origins.row(holder(t)) or _unmade("constant", None, t) for t in found]
-            if not under_hooks:
-                rows += origins.alive()
-            del graph, others
-        if not rows and self.program.calls_backward:
-            raise RematError(CALLS_BACKWARD)
-        return rows
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The pack hook. While the object that it returns lives, the tensor is saved."""
-        saved = alias(tensor)
-        self.saved.append(weakref.ref(saved))
-        return saved
+    pack.takes_all = True  # type: ignore[attr-defined]  # regions pass everything that they save to these hooks
+    captured, cut = program.cut()
+    operands = program.operands()
+    with program.preserved(), cut, hooks_allowed():
+        origins = Origins(program.named_modules)
+        hooks = saved_tensors_hooks(pack, lambda packed: packed) if under_hooks else nullcontext()
+        with torch.enable_grad(), hooks, origins.records_names(), origins:
+            leaves = trees.flatten(program.call_and_note(program.fn, operands))[0]
+            followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+            graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
+            others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]  # may be objects with tensors
+            del leaves, followed
+        if not graph and not any(ref() is not None for ref in saved) and program.turns_to_arguments():
+            return _listed(program, under_hooks)
+        if under_hooks:
+            found = [part for ref in saved if (packed := ref()) is not None for part in parts(packed)]
+        else:
+            found = [t for t in (*operands, *(t for _, t in captured)) if t.requires_grad]
+        inputs: list[tuple[Kind, str, torch.Tensor]] = [
+            ("argument", name.removeprefix("argument "), tensor) for name, tensor in zip(program.names, operands)
+        ]
+        inputs += [("captured", name, tensor) for name, tensor in captured]
+        known = {id(holder(p)): _unmade(kind, name, p) for kind, name, t in reversed(inputs) for p in parts(t)}
+        found = list({id(holder(tensor)): tensor for tensor in reversed(found)}.values())[::-1]
+        rows = [known.get(id(holder(t))) or origins.row(holder(t)) or _unmade("constant", None, t) for t in found]
+        if not under_hooks:
+            rows += origins.alive()
+        del graph, others
+    if not rows and program.calls_backward:
+        raise RematError(CALLS_BACKWARD)
+    return rows
 
 
 def _unmade(kind: Kind, name: str | None, tensor: torch.Tensor) -> SavedResidual:

@@ -287,12 +287,11 @@ def hand_operands(hooks: Hooks | None, operands: Guards, uses: Iterable[tuple[in
 def hand_captured(hooks: Hooks | None, captured_inputs: Guards) -> None:
     """Pass captured tensors to the hooks around a region, except those that stay alive."""
     if hooks is not None and len(captured_inputs):
-        in_region, owner = of_region(hooks) is not None, getattr(hooks[0], "__self__", None)
         tensors, is_counted = captured_inputs.tensors, in_torch_checkpoint()
         # An outer region refers to a parameter without packing it, as it has not made it.
-        stay = {i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or not in_region)}
+        stay = {i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or of_region(hooks) is None)}
         # The recompute of torch's checkpoint may find other tensors, as no region around it binds variables then.
-        takes_all = is_counted or getattr(owner, "takes_all", False)
+        takes_all = is_counted or getattr(hooks[0], "takes_all", False)
         each = [i for i in range(len(tensors)) if takes_all or i not in stay]
         captured_inputs.hand_over(hooks, each, counted=stay if is_counted else ())
 
