@@ -187,7 +187,7 @@ class Guard(Held):
         if not (added_to or other) and self.tensor.requires_grad is self.requires_grad:
             return self.tensor
         stale = self.stale
-        return self.again() if stale is None else stale
+        return self.again() if stale is None else cut(stale, self.requires_grad, self.leaf)
 
 
 class Guards(list[Guard]):
@@ -244,9 +244,9 @@ class Guards(list[Guard]):
                 if guard.copy is not None and _may_differ(guard.tensor, guard.copy):
                     guard.tensor.copy_(guard.copy)
 
-    def watched(self) -> AbstractContextManager:
-        """Within, reads of tensors that were changed since are errors."""
-        stale = {id(tensor): guard.message() for guard in self if (tensor := guard.stale) is not None}
+    def watched(self, again: Sequence[torch.Tensor]) -> AbstractContextManager:
+        """Within, reads of tensors that were changed since are errors. ``again`` are the tensors of the recompute."""
+        stale = {id(tensor): guard.message() for guard, tensor in zip(self, again) if guard.stale is not None}
         return Stale(stale) if stale else nullcontext()
 
     def statistics_kept(self, again: Sequence[torch.Tensor]) -> AbstractContextManager:

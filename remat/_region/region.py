@@ -129,7 +129,7 @@ class Region:
                 first_hook = RemovableHandle.next_id
                 operands, captured = inputs.again(operands)
                 kept = inputs.captured.statistics_kept(captured)
-                with inputs.bound_again(operands, captured), inputs.captured.watched(), kept:
+                with inputs.bound_again(operands, captured), inputs.captured.watched(captured), kept:
                     args, kwargs = inputs.arguments.filled(operands)
                     result = self._called(args, kwargs, run, [*operands, *captured], again=True)
                 several = self.graded or len(self.kinds) > 1

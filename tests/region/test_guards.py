@@ -241,6 +241,15 @@ def buffers_that_a_later_layer_changes(wrap: Wrap) -> Any:
     return torch.autograd.grad(out.square().sum(), (x, *norm.parameters())), [*norm.buffers()]
 
 
+def a_parameter_that_is_frozen_and_changed(wrap: Wrap) -> Any:
+    """Regions in a region capture it with the module, but don't read it."""
+    layer, x = nn.Linear(3, 3).double(), rand(3, 3)
+    inner = wrap(lambda x: (x * layer.bias).sin())
+    out = wrap(lambda x: inner(inner(x).exp()).exp())(x)
+    layer.weight.requires_grad_(False).add_(1)
+    return torch.autograd.grad(out.sum(), (x, layer.bias))
+
+
 def statistics_of_equal_batches(wrap: Wrap) -> Any:
     """The cumulative average stays the same in the first call of a later step, but not in its recompute."""
     norm, x = nn.BatchNorm1d(4, momentum=None).double(), rand(6, 4)
@@ -281,6 +290,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     "changed by a later layer": buffers_that_a_later_layer_changes,
     "the same statistics in the first run": statistics_of_equal_batches,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
+    "frozen, and changed, but not read": a_parameter_that_is_frozen_and_changed,
     "detached later": then(lambda layer, h: h.detach_()),
 }
 
