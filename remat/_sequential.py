@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any, NoReturn, ParamSpec, TypeVar
@@ -74,19 +74,21 @@ def sequential(
     row = row_of(functions, 1 if segments is None else segments)
     count = round(len(row) ** 0.5) if segments is None else segments
     ends = [len(row) * i // count for i in range(count + 1)]
-    return chain([Remat(chain(row[start:end]), options, Known()) for start, end in pairwise(ends)])
+    # The search for captured tensors looks into a partial's arguments.
+    regions = [Remat(partial(segment, row[start:end]), options, Known()) for start, end in pairwise(ends)]
+    return partial(segment, tuple(regions))
 
 
 _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def row_of(functions: Any, segments: Any) -> list[Callable]:
-    """Return the functions as a list, after checking them and the number of segments."""
+def row_of(functions: Any, segments: Any) -> tuple[Callable, ...]:
+    """Return the functions as a tuple, after checking them and the number of segments."""
     if not isinstance(functions, Iterable):
         raise TypeError(
             f"functions must be an iterable of functions or modules, such as a list; got {shown(functions)}."
         )
-    row = list(functions)  # not `children()`, which lists a repeated module only once
+    row = tuple(functions)  # not `children()`, which lists a repeated module only once
     for i, fn in enumerate(row):
         if not callable(fn):
             raise TypeError(f"functions[{i}] must be a function or a module, got {shown(fn)}.")
@@ -99,12 +101,8 @@ def row_of(functions: Any, segments: Any) -> list[Callable]:
     return row
 
 
-def chain(functions: Sequence[Callable]) -> Callable:
-    """Return one function that calls the functions one after another."""
-    return partial(segment, tuple(functions))  # the search for captured tensors looks into a partial's arguments
-
-
 def segment(functions: tuple[Callable, ...], *args: Any, **kwargs: Any) -> Any:
+    """Call functions one after another."""
     result = functions[0](*args, **kwargs)
     for fn in functions[1:]:
         result = fn(result)

@@ -115,15 +115,16 @@ class Call:
     def _again(self, region: Any, operands: Tensors, recorded: bool) -> list:
         root = region.root
         if recorded and not region.uses_func:
-            guards, run = Guards(operands, root.inputs.name), Recompute(root, OpLog() if root.options.debug else None)
+            guards = Guards(operands, root.inputs.name)
+            run = Recompute(OpLog() if root.options.debug else None, root=root)
             return _run(region, operands, guards, NO_GUARDS, run, read_inside=True)
         pullback = region.inner if isinstance(region, BatchedPullback) else region
         if self.tape is not None and isinstance(pullback, Pullback) and self.tape.serves(pullback):
-            return region.run(operands, Recompute(root), self.tape)
+            return region.run(operands, Recompute(root=root), self.tape)
         if root.options.debug:
             root.known.warn_once("uncompared", UNCOMPARED, root.line)
         with hooks_hidden():
-            return region.run(operands, Recompute(root))
+            return region.run(operands, Recompute(root=root))
 
 
 def _is_same(tensor: torch.Tensor, before: torch.Tensor) -> bool:

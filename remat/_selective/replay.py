@@ -7,6 +7,7 @@ skipped operation is needed after all, the recompute starts over, and skips noth
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
 
@@ -203,14 +204,11 @@ class Replay(RegionMode):
             return self.placeholders.escaped(but=[*map(holder, all_parts(tensors(result))), *self.inputs])
 
 
+@dataclass(slots=True)
 class Recompute(Run):
     """A recompute that fills no slots."""
 
-    __slots__ = ("root",)
-
-    def __init__(self, root: Any, log: Any = None) -> None:
-        super().__init__(log)
-        self.root = root
+    root: Any = None  # the region
 
     def carry_out(self, operands: Sequence[torch.Tensor], go: Callable[[Run], Any]) -> Any:
         record: Record | None = self.root.record

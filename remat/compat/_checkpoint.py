@@ -17,7 +17,7 @@ from .._core import private
 from .._core.known import known_of
 from .._policy.policy import Policy, PolicyLike, as_policy
 from .._region.options import DeterminismCheck, Options, check_returns, checked_options
-from .._sequential import chain, row_of
+from .._sequential import row_of, segment
 from ..errors import RematError, shown
 
 _TWO_POLICIES = "There are two policies: one in context_fn, and policy. Combine them, as in `policy=p | [*ops]`."
@@ -38,8 +38,7 @@ class Contexts:
             raise TypeError(
                 f"context_fn must return two context managers, for the first run and for recomputes; got {pair!r}."
             )
-        self.first: Any = pair[0]
-        self.again: Any = pair[1]
+        self.first, self.again = pair
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], again: bool) -> Any:
         """Call ``fn`` in the context for this run."""
@@ -248,5 +247,6 @@ def checkpoint_sequential(
     row = row_of(functions, segments)
     size = len(row) // segments
     for i in range(segments - 1):
-        input = checkpoint(chain(row[i * size : (i + 1) * size]), input, policy=policy, preserve_rng_state=preserve)
-    return chain(row[(segments - 1) * size :])(input)
+        part = functools.partial(segment, row[i * size : (i + 1) * size])
+        input = checkpoint(part, input, policy=policy, preserve_rng_state=preserve)
+    return segment(row[(segments - 1) * size :], input)
