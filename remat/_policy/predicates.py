@@ -27,7 +27,7 @@ SIGNATURE = (
     "JAX, as (prim, *avals, **params), `prim` gets the context, and the operator is the next argument."
 )
 # A predicate's arguments (context, operator, args, kwargs) and the answers of predicates so far, by their ids.
-Question: TypeAlias = tuple[Any, Any, tuple, dict, dict]
+Question: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[int, Any]]
 
 
 def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
