@@ -239,6 +239,19 @@ def test_another_result_may_change(transform: str, case: str) -> None:
     both(lambda wrap: ALL[transform](changes(*SEPARATE[case], torch.sin, wrap), V))
 
 
+def test_another_result_may_change_where_samples_share_an_argument() -> None:
+    def program(wrap: Wrap) -> Tensor:
+        region = wrap(lambda w, x: SEPARATE["a tensor and its values"][0]((w * x).sin()))
+
+        def fn(w: Tensor, x: Tensor) -> Tensor:
+            h, values = region(w, x)
+            return (h * values.add_(1)).sum()
+
+        return vmap(grad(fn), (None, 0))(V, X)
+
+    both(program)
+
+
 def scores(x: Tensor) -> Tensor:
     return checkpoint_name(x.masked_fill(X > 0.8, -torch.inf) * 0.5, "h").softmax(-1) @ W
 

@@ -312,6 +312,9 @@ IN_BACKWARD: dict[str, tuple[Fn, str, Tensor, dict[str, int]]] = {
         lambda x: F.layer_norm(step(x), (N,), WEIGHT).sin(),
         "native_layer_norm", rand(3, N), {"native_layer_norm": 0, "native_layer_norm_backward": 1},
     ),
+    "a product with the values of a sparse matrix is saved": (  # `values` returns memory that another operation made
+        lambda x: (x.to_sparse().coalesce().values().view(3, N) @ W).sin().exp(), "mm", rand(3, N), {"mm": 1},
+    ),
     "complex products are saved": (
         lambda x: (x @ COMPLEX).sin() @ COMPLEX.conj(), "mm", rand(N, N, dtype=torch.complex128), {"mm": 2},
     ),
