@@ -32,6 +32,19 @@ def _set_float32_precision(value: str) -> None:
         torch.set_float32_matmul_precision(_PRECISIONS[value])
 
 
+def _autocast_depth() -> int:
+    """How many autocast contexts are open: the end of the outermost one drops the cached casts."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
+
+
+def _set_autocast_depth(depth: int) -> None:
+    for _ in range(depth - _autocast_depth()):
+        torch.autocast_increment_nesting()
+    for _ in range(_autocast_depth() - depth):
+        torch.autocast_decrement_nesting()
+
+
 def default_device() -> torch.device:
     """The default device of this thread."""
     for i in reversed(range(private.function_modes())):
@@ -48,6 +61,7 @@ def settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (torch.is_grad_enabled, torch.set_grad_enabled),
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+        (_autocast_depth, _set_autocast_depth),
         (private.sdpa_priority, private.set_sdpa_priority),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         (private.float32_precision, _set_float32_precision),
@@ -95,13 +109,11 @@ class Ambient:
         """Within, the captured state is set; afterwards that of before. It can be used repeatedly, in any thread."""
         # Not only the captured generators are read: a backend or NumPy may have been initialized since.
         before = Ambient(self._devices, self._generators, preserve_rng_state=bool(self._every))
-        torch.autocast_increment_nesting()  # as in the first run, where the end of an inner autocast drops no casts
         try:
             self._set(before._settings, before._states)
             with nullcontext() if before._default_device == self._default_device else self._default_device:
                 yield
         finally:
-            torch.autocast_decrement_nesting()
             before._set(read_settings())
 
     def moved(self) -> bool:

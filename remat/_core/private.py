@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -160,6 +161,15 @@ def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
 def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
     """The hooks registered on a tensor, by their numbers. Those that a recompute adds are removed."""
     return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
+
+
+def backward_hooks(tensor: torch.Tensor) -> dict | None:
+    """A copy of the hooks on a tensor's gradient, for a tensor that takes its place in a recompute."""
+    return tensor._backward_hooks and OrderedDict(tensor._backward_hooks)
+
+
+def set_backward_hooks(tensor: torch.Tensor, hooks: dict) -> None:
+    tensor._backward_hooks = hooks
 
 
 _mode, _PROXY, _jit_traces = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY, torch._C._is_tracing

@@ -33,7 +33,7 @@ from .._region.region import Run
 from .._region.turns import turn
 from .._selective.replay import Replay
 from .._selective.saved import with_form
-from ..errors import MutationError, RecomputeMismatchError
+from ..errors import MutationError, RecomputeMismatchError, RematError
 from .operation_log import OpLog
 from .slots import InputSlot, Slot, Slots
 
@@ -133,6 +133,12 @@ class Frame:
         return value
 
     def on_inner_backward(self) -> None:
+        for guard in (*self.operands, *self.captured_inputs):
+            if guard.tensor is not None and _is_passed(guard.tensor):
+                raise RematError(
+                    f"A backward pass inside a region goes on behind {guard.name}, through a graph which the region's "
+                    f"recompute doesn't have. Compute it inside of the region, or pass its `.detach()`."
+                )
         self.inside = self.captured_inputs.accumulated = True
         around = getattr(of_region(self.outer), "frame", None)  # hooks of a recompute that is over have none
         if around is not None:
@@ -184,6 +190,18 @@ class Frame:
             return False
         with private.without_dispatch(), torch.inference_mode(False):
             return all(_is_reached(tensor) for tensor in inputs if is_in_graph(tensor))
+
+
+def _is_passed(tensor: torch.Tensor) -> bool:
+    """Whether the current backward pass goes on behind a tensor."""
+    with private.without_dispatch(), torch.inference_mode(False):
+        node = tensor.grad_fn
+    if node is None or not private.will_execute_node(node):
+        return False
+    try:
+        return any(private.will_execute_node(each) for each, _ in node.next_functions if each is not None)
+    except RuntimeError:  # a leaf whose gradient is requested
+        return True
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:

@@ -67,13 +67,14 @@ class Held:
 class Guard(Held):
     """A tensor as it was before a region's first run, which is its ``i``-th; ``name(i)`` is its name in errors."""
 
-    __slots__ = ("_copy", "_differs", "_i", "_name", "dual", "leaf", "lost", "packed", "requires_grad")
+    __slots__ = ("_copy", "_differs", "_hooks", "_i", "_name", "dual", "leaf", "lost", "packed", "requires_grad")
 
     def __init__(self, tensor: torch.Tensor, name: Callable[[int], str], i: int, limit: int) -> None:
         super().__init__(tensor)
         self._name, self._i = name, i
         self.requires_grad = tensor.requires_grad
         self.leaf = _leafness(tensor)
+        self._hooks = private.backward_hooks(tensor)
         self.packed: Packed | None = None  # what hooks around the region have made of it
         self._copy: torch.Tensor | None = None
         self._differs: _Comparison | None = None
@@ -175,7 +176,10 @@ class Guard(Held):
         tensor = self.get()
         if self.dual is not None:
             return fwAD.make_dual(*(each.again() for each in self.dual))
-        return cut(tensor, self.requires_grad, self.leaf)
+        result = cut(tensor, self.requires_grad, self.leaf)
+        if self._hooks:  # backward passes inside of the region call them
+            private.set_backward_hooks(result, self._hooks)
+        return result
 
     def captured_again(self, accumulated: bool) -> torch.Tensor:
         """Return a captured tensor for a recompute: itself if possible, so that no variable changes.
@@ -344,6 +348,9 @@ def cut(tensor: torch.Tensor, requires_grad: bool, leaf: bool | None) -> torch.T
         return tensor.detach() if tensor.requires_grad else tensor
     result = tensor.detach().requires_grad_()
     if leaf:
+        if type(tensor) is torch.nn.Parameter:
+            result.__class__ = torch.nn.Parameter
+            result.__dict__.update(tensor.__dict__)
         return result
     with torch.set_grad_enabled(leaf is not None):  # `view_as` would change strides of dimensions of size 1
         return result[...] if result.layout is torch.strided else result.clone()

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from cases import assert_same, assert_same_results, default_dtype, in_threads, module, seed_all
+from cases import plain as plain_function
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -393,6 +394,26 @@ def test_the_precision_of_one_backend_is_left_alone() -> None:
         set_by_user = now()
         out.sum().backward()
         assert now() == set_by_user
+
+
+@pytest.mark.parametrize("around", [torch.autocast("cpu", torch.bfloat16), nullcontext()], ids=["autocast", "none"])
+@pytest.mark.parametrize("policy", [None, policies.save_ops("aten._to_copy"), policies.everything_saveable], ids=str)
+def test_autocast_contexts_in_nested_regions_drop_the_same_casts(policy: Any, around: Any) -> None:
+    x, w = torch.rand(3, 8, 8).requires_grad_(), torch.rand(8, 8).requires_grad_()
+
+    def fn(x: Tensor) -> Tensor:
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                x = (x @ w).float().sin()
+        return x
+
+    def program(wrap: Callable) -> Any:
+        inner = wrap(fn, policy=policy)
+        with around:
+            out = wrap(lambda x: inner(x).exp())(x)
+        return torch.autograd.grad(out.sum(), (x, w))
+
+    assert_same_results(program, remat, plain_function)
 
 
 def test_a_derivative_inside_of_autocast_is_recomputed_outside() -> None:

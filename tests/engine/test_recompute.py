@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
-from remat import RecomputeMismatchError, is_recomputing, policies, remat
+from remat import RecomputeMismatchError, RematError, is_recomputing, policies, remat
 
 X, W = rand(4, 4), rand(4, 4, seed=1)
 saving = partial(remat, policy=policies.save_matmuls)
@@ -401,3 +401,29 @@ def test_a_recompute_to_the_end_may_save_no_more_tensors() -> None:
     x = rand(100).requires_grad_()
     with pytest.raises(RecomputeMismatchError, match="and one more in the recompute"):
         grad(remat(fn)(x), x)
+
+
+derive = partial(torch.autograd.grad, create_graph=True)
+INSIDE: dict[str, tuple[Callable, bool]] = {  # of `h`, which was computed from `w`; whether the pass goes on behind it
+    "the input and its own input": (lambda h, w: derive((h * w).sin().sum(), (h, w)), True),
+    "only what it was computed from": (lambda h, w: derive((h * w).sin().sum(), w), True),
+    "the input": (lambda h, w: derive((h * w).sin().sum(), h), False),
+    "no path to the input": (lambda h, w: derive(w.sin().sum(), w), False),
+    "detached": (lambda h, w: derive((h.detach() * w).sin().sum(), w), False),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_a_backward_pass_inside_a_region_may_not_go_on_behind_an_input(name: str) -> None:
+    take, refused = INSIDE[name]
+
+    def program(wrap: Wrap) -> tuple[Tensor, ...]:
+        w = rand(4)
+        out = wrap(lambda h, w: (h * sum(take(h, w))).sin())(w.exp(), w)
+        return torch.autograd.grad(out.sum(), w)
+
+    if refused:
+        with pytest.raises(RematError, match=r"goes on behind argument h, .* Compute it inside of the region"):
+            program(remat)
+    else:
+        assert_same(program(remat), program(plain))

@@ -250,6 +250,39 @@ def a_parameter_that_is_frozen_and_changed(wrap: Wrap) -> Any:
     return torch.autograd.grad(out.sum(), (x, layer.bias))
 
 
+def switched_off_and_on(wrap: Wrap) -> Any:
+    """A recompute may stop before the second switch."""
+    layer, x = nn.Linear(3, 3).double(), rand(3, 3)
+
+    def fn(x: Tensor) -> Tensor:
+        layer.weight.requires_grad_(False)
+        y = layer(x).tanh()
+        layer.weight.requires_grad_(True)
+        return y
+
+    return torch.autograd.grad(wrap(fn)(x).sum(), x), layer.weight.requires_grad
+
+
+def hooks_of_inputs(wrap: Wrap) -> Any:
+    """A gradient inside of the region calls them."""
+    x, w, scale = rand(3), rand(3, seed=1), rand(3, seed=2, grad=False)
+    for tensor in (x, w):
+        tensor.register_hook(lambda g: g * 0.5)
+
+    def fn(x: Tensor) -> Tensor:
+        first, second = torch.autograd.grad((x * w * scale).sin().sum(), (x, w), create_graph=True)
+        return (first * second * scale).sin()
+
+    return torch.autograd.grad(wrap(fn)(x).sum(), (x, w))
+
+
+def attributes_of_parameters(wrap: Wrap) -> Any:
+    w, x = nn.Parameter(rand(3).detach()), rand(3, seed=1)
+    w.scale = 3.0
+    out = wrap(lambda x, w: (x * w * w.scale if isinstance(w, nn.Parameter) else x).sin().exp())(x, w)
+    return torch.autograd.grad(out.sum(), (x, w))
+
+
 def statistics_of_equal_batches(wrap: Wrap) -> Any:
     """The cumulative average stays the same in the first call of a later step, but not in its recompute."""
     norm, x = nn.BatchNorm1d(4, momentum=None).double(), rand(6, 4)
@@ -291,6 +324,9 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     "the same statistics in the first run": statistics_of_equal_batches,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
     "frozen, and changed, but not read": a_parameter_that_is_frozen_and_changed,
+    "switched off and on": switched_off_and_on,
+    "hooks of inputs": hooks_of_inputs,
+    "attributes of parameters": attributes_of_parameters,
     "detached later": then(lambda layer, h: h.detach_()),
 }
 
