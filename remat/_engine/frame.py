@@ -249,14 +249,14 @@ class Filler(RegionHooks):
     def _attempt(self, whole: bool) -> bool:
         """Recompute the region once; return False if that has to be repeated in full."""
         frame, region = self.frame, self.frame.region
-        with within(own_work=True, logs=()):
+        # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
+        filling = len(state.recordings) if frame.open else state.filling
+        with within(own_work=True, logs=(), filling=filling):  # operands may be copies, or made by an outer recompute
             operands = [guard.again() for guard in frame.operands]
         self.attempt = run = self._run_by_plan(whole)
         replay = run.replay
         first_hook = RemovableHandle.next_id
         private.push_hooks(self._pack_any if frame.is_noted else self.pack, lambda packed: packed)
-        # Recorders of inner regions skip nothing. The recompute may start within the bookkeeping of any other run.
-        filling = len(state.recordings) if frame.open else state.filling
         try:
             # Logs of unfinished runs must not record this recompute.
             with within(unseen=False, logs=(), policies=frame.policies, filling=filling):

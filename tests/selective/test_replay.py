@@ -310,6 +310,21 @@ def test_a_predicate_of_nested_regions_may_count(outer: bool, inner: bool, end: 
     assert len(asked) == 2 * count  # not in recomputes
 
 
+@pytest.mark.parametrize("outer", [None, policies.save_if(lambda *args, **kwargs: False)], ids=["none", "a predicate"])
+def test_a_predicate_may_count_around_a_backward_inside_that_recomputes(outer: Any) -> None:
+    """There the first run recomputes both regions, from a copy of the constant; the recompute only the inner one."""
+    x, asked = rand(4, 4), list[Any]()
+    policy = lambda ctx, op, *args, **kwargs: bool(asked.append(op) or len(asked) % 3)
+    inner = lambda x, c: torch.autograd.grad((x.sin() * c).sum(), x, create_graph=True)[0].tanh().exp()
+    inside = remat(inner, policy=policy)
+    fn = remat(lambda x, c: inside(x.exp(), c).sin().sum(), policy=outer)
+    with disable_remat():
+        expected = torch.autograd.grad(fn(x, W), x)
+    out, count = fn(x, W), len(asked)
+    assert_same(torch.autograd.grad(out, x), expected)
+    assert len(asked) == count  # not in the recompute
+
+
 class Interrupt(BaseException):
     """An exception that user code doesn't catch."""
 
