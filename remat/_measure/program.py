@@ -25,7 +25,7 @@ from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.signatures import accepts
 from .._core.state import state
-from .._core.tensors import as_bytes, bytes_of, has_data, is_dense, is_differentiable
+from .._core.tensors import as_bytes, bottom, bytes_of, has_data, is_dense, is_differentiable
 from .._region.arguments import take_apart
 from .._region.guards import COPY_LARGER_BYTES
 from .._region.hooks import drop_gradient_hooks
@@ -258,9 +258,9 @@ class Program:
         return cut, bound(Captured(*self._roots).variables, tensors, keep_changes=True)
 
     def read_now(self) -> list[tuple[str, torch.Tensor]]:
-        """The captured tensors that the variables hold now."""
+        """The captured tensors that the variables hold now; of one of a transform that has ended, the plain tensor."""
         found = Captured(*self._roots).tensors
-        return [(_readable(path), value) for path, value in found if isinstance(value, torch.Tensor)]
+        return [(_readable(path), bottom(value)) for path, value in found if isinstance(value, torch.Tensor)]
 
     def generator_states(self) -> dict[str, bytes]:
         """The states of the global generators and of those that it captures."""

@@ -191,6 +191,33 @@ def test_a_region_that_the_program_has_is_compared_as_it_is() -> None:
     assert check(loss, rand(3)) and check(loss, rand(3), transform=torch.func.grad, policy=remat.policies.save_matmuls)
 
 
+def test_a_tensor_that_a_module_stores_in_a_transform_is_compared() -> None:
+    class Keeps(nn.Module):
+        last: Any = None
+
+        def __init__(self, kept: Callable[[Tensor], Tensor]) -> None:
+            super().__init__()
+            self.kept = kept
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.sin()
+            self.last = self.kept(y)
+            return y.exp().sum()
+
+    programs: list[tuple[Callable, Callable]] = [
+        (lambda y: y, torch.vmap),
+        (torch.detach, grad),
+        (torch.detach, lambda fn: torch.vmap(grad(fn))),
+    ]
+    for kept, transform in programs:
+        result = check(Keeps(kept), rand(2, 3), transform=transform)
+        assert result and result.counts == {"result": 1, "gradient": 0, "changed tensor": 1}
+    result = check(Keeps(lambda y: y * (1 + off())), rand(2, 3), transform=torch.vmap)
+    assert "self.last after the run: 6 of 6 numbers differ" in str(result)
+    result = check(Keeps(lambda y: y), rand(3), transform=grad)
+    assert isinstance(result.error, remat.CaptureError) and not result.fails_without_remat
+
+
 @pytest.mark.parametrize("last", [4, 3])
 def test_a_program_that_is_not_reproducible_without_remat(last: int) -> None:
     runs = deque[None]()  # which isn't restored
