@@ -159,8 +159,9 @@ def scan(
         # A step runs on zeros. Its changes are restored, and regions around must not see it.
         preserved = Program(step, (carry,), {}).preserved()
         with own_work(), unseen(), hooks_hidden(), disable_remat(), torch.no_grad(), preserved:
-            loop.call(0, carry, [leaf.new_zeros(leaf.shape[1:]) for leaf in leaves])
-        return carry, loop.y.empty()
+            _, y = loop.call(0, carry, [leaf.new_zeros(leaf.shape[1:]) for leaf in leaves])
+        stacks = [None if t is None else torch.empty((0, *t.shape), dtype=t.dtype, device=t.device) for t in y]
+        return carry, loop.y.spec.unflatten(stacks)
     _check_depth(count, spare, options)
     run = loop.in_blocks if checkpoints is None and count > 2 else loop.in_regions
     try:
@@ -310,11 +311,6 @@ class Trees:
 
     def _name(self, i: int) -> str:
         return trees.paths(self.spec, self.what)[i]
-
-    def empty(self) -> Any:
-        """The pytree with the leaves of no steps, of shape ``[0, ...]``."""
-        leaves = [kind and torch.empty((0, *kind[1]), dtype=kind[0], device=kind[2]) for kind in self.kinds]
-        return self.spec.unflatten(leaves)
 
 
 def _kind(leaf: Any) -> Any:
