@@ -40,6 +40,13 @@ class Arguments:
         result: Any = self.spec.unflatten(leaves)
         return result
 
+    def contents(self, filled: Any) -> Any:
+        """What the containers among these ``filled`` arguments hold, to be compared; None if there are none."""
+        if self.spec.num_nodes == self.spec.num_leaves + 3:  # the tuple and the dict of a call, in a pair
+            return None
+        leaves, spec = trees.flatten(filled)
+        return [*map(id, leaves)], spec
+
     def name(self, fn: Any, i: int) -> str:
         """The name of the i-th operand in errors: the parameter of ``fn`` or, in a built-in function, the position."""
         path = self.spec.accessors()[next(position for position, index in self.uses if index == i)]

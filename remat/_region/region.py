@@ -161,8 +161,14 @@ class Region:
         forms = [(t.shape, stride_of(t)) for t in operands] if private.JVP in self.kinds else ()
         run.watch.gets(operands)
         with inputs.bound_first(operands), within(watch=run.watch), run.watch:
-            args, kwargs = inputs.arguments.filled(operands)
+            args, kwargs = filled = inputs.arguments.filled(operands)
+            before = inputs.arguments.contents(filled)
             result = self._called(args, kwargs, run, inputs.with_captured(operands), again=False)
+        if inputs.arguments.contents(filled) != before:
+            raise MutationError(
+                "A region under torch.func, or one that calls it, changes a list, a dict or another container among "
+                "its arguments, of which it gets a copy. Return the new values from the function."
+            )
         if any((t.shape, stride_of(t)) != form for t, form in zip(operands, forms)):
             raise MutationError(
                 "A region under torch.func.jvp changes the shape or strides of an argument or a captured tensor in "

@@ -1,6 +1,8 @@
 """Below all levels: changes in place, comparisons of runs, errors, and first runs that are started again."""
 
+import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -77,6 +79,34 @@ def test_a_region_that_changes_its_argument_is_refused(transform: Callable) -> N
     """Plain torch.func allows it where the argument is an intermediate."""
     with pytest.raises(MutationError, match=r"was changed in place by the region, .*`\.clone\(\)`"):
         transform(lambda x: remat(lambda x: x.mul_(2).sin())(x.clone()).sum())(X)
+
+
+@dataclass
+class Seen:
+    count: int
+
+
+CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
+    "list": (list, lambda seen, x: seen.append(x)),
+    "dict in a list": (lambda: [{"n": 1}], lambda seen, x: seen[0].update(n=seen[0]["n"] + 1)),
+    "dataclass": (lambda: Seen(1), lambda seen, x: setattr(seen, "count", seen.count + 1)),
+    "tensor in a dict": (lambda: {"h": V}, lambda seen, x: seen.update(h=seen["h"] * 2)),
+}
+CALLS_GRAD = grad(lambda x: x.sin().sum())
+
+
+@pytest.mark.parametrize("fn", [torch.sin, CALLS_GRAD], ids=["sin", "grad"])
+@pytest.mark.parametrize("name", ["grad", "vmap", "jvp", "hessian", "autograd(grad)", "autograd"])
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_a_region_that_changes_a_container_among_its_arguments_is_refused(kind: str, name: str, fn: Fn) -> None:
+    """It gets a copy, except in plain autograd if its function doesn't call torch.func."""
+    make, change = CONTAINERS[kind]
+    step = lambda x, *, seen: (change(seen, x), fn(x))[1]
+    if name == "autograd" and fn is torch.sin:
+        return both(lambda wrap: (seen := make(), ALL[name](lambda x: wrap(step)(x, seen=seen), V)))
+    with pytest.raises(MutationError, match=r"changes a list, .*\. Return the new values .*\nThe region is <lambda>"):
+        ALL[name](lambda x: remat(step)(x, seen=make()), V)
+    both(lambda wrap: ALL[name](lambda x: wrap(lambda x, seen: step(x, seen=copy.deepcopy(seen)))(x, make()), V))
 
 
 # An argument that no transform follows, made inside of the transforms.
