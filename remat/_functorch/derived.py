@@ -260,14 +260,16 @@ class PullbackOfBatched(Pullback):
         return list(compress(compress(self.inner.in_dims, self.needs), self.present))
 
 
-def batched_pullback(batched: Batched, values: list, inner: Batched | None, orders_below: int) -> tuple[Any, list]:
+def batched_pullback(
+    batched: Batched, values: list, inner: Batched | None, orders_below: int, randomness: str
+) -> tuple[Any, list]:
     """``batched``, which maps a pullback, and its operands; or the pullback of ``inner``, from a run of the region.
 
-    ``orders_below``: how many derivatives autograd may take below ``vmap``.
+    ``orders_below``: how many derivatives autograd may take below ``vmap``. ``randomness``: of what a pullback draws.
     """
-    pullback, dims, size, randomness = batched.inner, batched.in_dims, batched.batch_size, batched.randomness
+    pullback, dims, size = batched.inner, batched.in_dims, batched.batch_size
     count = len(pullback.needs)
-    if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, randomness):
+    if inner is None or (inner.in_dims, inner.batch_size, inner.randomness) != (dims[:count], size, batched.randomness):
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
         is_mapped = any(dim is not None for dim in dims[:count])
         return batched if is_mapped else BatchedPullback(pullback, dims, size, randomness), values

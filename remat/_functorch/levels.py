@@ -53,10 +53,12 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
         with interpreter.lower():
             return apply(region, operands, call, wanted)
     sums = any(w and dim is None for w, dim in zip(wanted, dims))
-    batched = Batched(region, dims, interpreter.batch_size(), randomness, sums)
+    # A region that was called outside of this level has drawn there what recomputes must draw.
+    drawn = randomness if region.root.kinds[level - 1 : level] == (private.VMAP,) else "same"
+    batched = Batched(region, dims, interpreter.batch_size(), drawn, sums)
     if isinstance(region, Pullback):
         inner = call.batched.get((level, _ungraded(region.inner)))
-        batched, values = batched_pullback(batched, values, inner, call.orders_below)
+        batched, values = batched_pullback(batched, values, inner, call.orders_below, randomness)
     with interpreter.lower():
         outs = apply(batched, values, call, wanted)
     if wanted and not isinstance(batched, PullbackOfBatched):

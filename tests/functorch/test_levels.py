@@ -111,6 +111,38 @@ def test_all_runs_draw_the_same_numbers_under_vmap(name: str, randomness: str) -
     both(lambda wrap: RANDOM[name](wrap, functools.partial(torch.func.vmap, randomness=randomness)))
 
 
+class Noisy(torch.autograd.Function):
+    """Its backward draws random numbers."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda x: x * 1)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(lambda ctx, g: g * torch.rand_like(g))
+
+
+# Maps of a pullback, after the region has drawn outside of the level.
+PULLED: dict[str, Callable[[Fn, Fn], Any]] = {
+    "jvp": lambda vmap, pull: vmap(pushed(pull))(X),
+    "vjp": lambda vmap, pull: vmap(lambda c: vjp(pull, V)[1](c)[0])(X),
+    "no batch": lambda vmap, pull: vmap(lambda c: pull(V) * c)(X),
+    "call": lambda vmap, pull: vmap(pull)(X),
+}
+
+
+@pytest.mark.parametrize("randomness", ["same", "different", "error"])
+@pytest.mark.parametrize("name", PULLED)
+def test_a_recompute_draws_what_the_region_drew_outside_of_vmap(name: str, randomness: str) -> None:
+    mapped = functools.partial(torch.func.vmap, randomness=randomness)
+
+    def program(wrap: Wrap, fn: Fn) -> Any:
+        pull = vjp(wrap(fn), V)[1]
+        return PULLED[name](mapped, lambda c: pull(c)[0])
+
+    both(lambda wrap: program(wrap, drops))
+    if randomness != "error" and name in ("no batch", "call"):
+        both(lambda wrap: program(wrap, lambda x: Noisy.apply(drops(x))))
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_all_runs_draw_the_same_numbers(name: str) -> None:
     both(lambda wrap: ALL[name](wrap(drops), V))
