@@ -241,11 +241,17 @@ class Guards(list[Guard]):
         self.hand_over(hooks, [i for i, stays in enumerate(stay) if not stays])
 
     def roll_back(self) -> None:
-        """Restore values and hooks of tensors that a first run has changed, because that run is abandoned."""
+        """Restore values and hooks of tensors that a first run has changed, because that run is abandoned.
+
+        Raises MutationError if it has changed a tensor that was not copied.
+        """
         drop_gradient_hooks(self.tensors, self.first_hook)
         with torch.no_grad(), private.without_levels():
             for guard in self:
-                if guard.copy is not None and _may_differ(guard.tensor, guard.copy):
+                if guard.copy is None:
+                    guard.lost = not guard.is_as_before
+                    guard.checked(guard.tensor)
+                elif _may_differ(guard.tensor, guard.copy):
                     guard.tensor.copy_(guard.copy)
 
     def watched(self, again: Sequence[torch.Tensor]) -> AbstractContextManager:

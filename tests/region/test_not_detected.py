@@ -150,3 +150,16 @@ def test_only_checksums_detect_the_change(program: Program) -> None:
 def test_the_list_has_these_rows() -> None:
     section = DOCS.read_text().partition("## What is not restored")[2]
     assert re.findall(r"^\| (.+?) \| .+ \|$", section, re.MULTILINE)[1:] == list(ROWS)
+
+
+def test_a_region_that_calls_torch_func_starts_again_after_effects_that_are_not_restored() -> None:
+    seen, numbers, queue, members = list[int](), itertools.count(), deque[int](), set[int]()
+
+    def step(x: Tensor) -> Tensor:
+        seen.append(1)
+        queue.append(next(numbers))
+        members.add(len(members))
+        return torch.func.grad(lambda x: x.sin().sum())(x)
+
+    remat(step)(rand(3))
+    assert (len(seen), [*queue], len(members), next(numbers)) == (1, [0, 1], 2, 2)
