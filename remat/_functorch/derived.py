@@ -15,7 +15,7 @@ import torch
 
 from .._ambient.ambient import Ambient
 from .._core import private
-from .._core.tensors import as_leaf, is_dual, is_in_graph, is_recorded, requires_grad_somewhere
+from .._core.tensors import as_leaf, chain, is_dual, is_in_graph, is_recorded, requires_grad_somewhere
 from .._region.region import Run
 from ..errors import MutationError
 
@@ -73,6 +73,8 @@ class Jvp(Derived):
             rest = iter(duals)
             inputs = lift(primals, self.lifted, private.current_interpreter().level())
             outs = self.inner.run([next(rest) if moves else t for t, moves in zip(inputs, self.mask)], run)
+            if (watch := run.watch) is not None:  # it can't tell when the level has ended
+                watch.moving.update(id(t) for _, t in watch.stored if _moves(t))
             if any(lifted and is_dual(t) for t, lifted in zip(inputs, self.lifted)):
                 raise MutationError(_GOT_TANGENT)
             self.out_mask = self.out_mask or list(map(is_dual, outs))
@@ -81,6 +83,12 @@ class Jvp(Derived):
         heads = tuple(compress(primals, self.mask))
         outs, tangents = torch.func.jvp(at, heads, tuple(operands[len(self.mask) :]))  # type: ignore[misc]
         return [*outs[:-1], *compress(tangents, self.out_mask)]
+
+
+def _moves(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent of the current level. torch gives none to sparse tensors."""
+    here = [t for t in chain(tensor) if private.level_of(t) == private.current_level()]
+    return any(t.layout is torch.strided and is_dual(t) for t in here)
 
 
 _GOT_TANGENT = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class Watch(TorchFunctionMode):
         self.start = private.next_sequence_number()
         self.inside: dict[int, weakref.ref] = {}
         self.suspects: list[weakref.ref] = []  # made inside, or captured
+        self.moving: set[int] = set()  # the ids of the stored tensors that have a tangent
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -122,7 +124,7 @@ class Watch(TorchFunctionMode):
                 self.suspects.append(weakref.ref(tensor))
             self.made([tensor])
 
-    def _is_inside(self, tensor: torch.Tensor) -> bool:
+    def _is_inside(self, tensor: Any) -> bool:
         return (ref := self.inside.get(id(tensor))) is not None and ref() is tensor
 
     def _is_newer(self, tensor: torch.Tensor) -> bool:
@@ -134,16 +136,23 @@ class Watch(TorchFunctionMode):
     def check_end(self, outs: Sequence[torch.Tensor]) -> None:
         """Raise a CaptureError if the run, which has ended, read another tensor than operands, or stored one."""
         self.check_captured()
-        region, kinds = self.region, self.region.kinds
+        kinds = self.region.kinds
         if kinds and private.GRAD not in kinds and private.JVP not in kinds:
             return  # a tensor stored under vmap has no use without remat either
-        known = set(map(id, (*outs, *region.inputs.operands)))
-        values = [*region.inputs.arguments.searched(), *(value for _, value in region.outputs.entries)]
-        for path, value in Captured(region.fn, *values).tensors:
-            lost = isinstance(value, torch.Tensor) and id(value) not in known and self._has_lost(value)
+        returned = set(map(id, outs))
+        for path, tensor in self.stored:
+            lost = id(tensor) not in returned and (id(tensor) in self.moving or requires_grad_somewhere(tensor))
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
             if lost and (path.up is None or path.up.step != "_flat_weights"):
-                raise CaptureError(_STORED.format(tuple(value.shape), path))
+                raise CaptureError(_STORED.format(tuple(tensor.shape), path))
+
+    @cached_property
+    def stored(self) -> list[tuple[Any, torch.Tensor]]:
+        """The tensors made inside that the run, which has ended, has left somewhere, with their paths."""
+        region, inputs = self.region, self.region.inputs
+        values = [*inputs.arguments.searched(), *(value for _, value in region.outputs.entries)]
+        found, operands = Captured(region.fn, *values).tensors, set(map(id, inputs.operands))
+        return [(path, value) for path, value in found if self._is_inside(value) and id(value) not in operands]
 
     def check_captured(self) -> None:
         """Check that the run, which has ended, has read no captured tensor that isn't an operand."""
@@ -155,13 +164,6 @@ class Watch(TorchFunctionMode):
     def _alive_suspects(self) -> list[torch.Tensor]:
         found = [tensor for suspect in self.suspects if (tensor := suspect()) is not None]
         return [tensor for tensor in found if not private.is_dead(tensor) and not is_left_from_vmap(tensor)]
-
-    def _has_lost(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was made inside, and is differentiated there."""
-        if not self._is_inside(tensor):
-            return False
-        # A dead wrapper may have had a tangent: the kind of its level is unknown.
-        return (private.JVP in self.region.kinds and private.is_dead(tensor)) or requires_grad_somewhere(tensor)
 
 
 _TENSOR = {torch.Tensor}

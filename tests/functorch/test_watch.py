@@ -131,23 +131,38 @@ def test_tensors_made_inside_and_kept_are_not_captured(name: str, policy: Any) -
 
 class Stores:
     def __init__(self, detach: bool) -> None:
-        self.detach, self.kept = detach, None
+        self.detach, self.kept, self.cache = detach, None, None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.cache is None:
+            self.cache = torch.arange(x.shape[-1]).to(x).cos()
         y = x.sin()
         self.kept = y.detach() if self.detach else y
-        return y.cos()
+        return y.cos() * self.cache
 
 
-@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f)), lambda f: lambda x: jvp(f, (x,), (x,))])
-def test_a_stored_tensor_that_would_lose_its_derivatives_is_refused(transform: Callable) -> None:
+@pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "jvp", "jvp(vmap)", "jvp(grad)", "grad(jvp)", "hessian"])
+def test_a_stored_tensor_that_would_lose_its_derivatives_is_refused(transform: str) -> None:
     with pytest.raises(CaptureError, match=r"stored a tensor of shape .* in self\.kept.*Return it"):
-        transform(lambda x: remat(Stores(detach=False))(x).sum())(X)
+        ALL[transform](remat(Stores(detach=False)), V)
 
 
-@pytest.mark.parametrize("transform", [grad, lambda f: vmap(grad(f))])
-def test_a_tensor_that_is_detached_or_stored_under_vmap_only_is_allowed(transform: Callable) -> None:
-    both(lambda wrap: transform(lambda x: wrap(Stores(detach=True))(x).sum())(X))
+@pytest.mark.parametrize("transform", ALL)
+def test_a_constant_or_detached_tensor_may_be_stored(transform: str) -> None:
+    both(lambda wrap: ALL[transform](wrap(Stores(detach=True)), V))
+    region = remat(Stores(detach=True))  # in plain torch nested transforms fail at a wrapper of a first call
+    assert_same(ALL[transform](region, V), ALL[transform](region, V), exact=False)
+
+
+def test_a_sparse_constant_may_be_stored_under_jvp() -> None:
+    def keeps(x: Tensor, kept: list) -> Tensor:
+        kept.append(torch.eye(4).to_sparse())
+        return x.sin()
+
+    both(lambda wrap: jvp(lambda x: wrap(keeps)(x, []), (X,), (Y,)))
+
+
+def test_under_vmap_only_any_tensor_may_be_stored() -> None:
     both(lambda wrap: vmap(wrap(Stores(detach=False)))(X))
 
 
