@@ -6,9 +6,12 @@ transform that isn't an operand, act on the graph of one level only, or store a 
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -142,16 +145,19 @@ class Watch(TorchFunctionMode):
         returned = set(map(id, outs))
         for path, tensor in self.stored:
             lost = id(tensor) not in returned and (id(tensor) in self.moving or requires_grad_somewhere(tensor))
+            if lost and isinstance(path, str):
+                raise CaptureError(_RETURNED.format(path, tuple(tensor.shape)))
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
             if lost and (path.up is None or path.up.step != "_flat_weights"):
                 raise CaptureError(_STORED.format(tuple(tensor.shape), path))
 
     @cached_property
     def stored(self) -> list[tuple[Any, torch.Tensor]]:
-        """The tensors made inside that the run, which has ended, has left somewhere, with their paths."""
+        """The tensors made inside that the run, which has ended, has left somewhere: paths, or a result's class."""
         region, inputs = self.region, self.region.inputs
-        values = [*inputs.arguments.searched(), *(value for _, value in region.outputs.entries)]
-        found, operands = Captured(region.fn, *values).tensors, set(map(id, inputs.operands))
+        results = [(type(value).__name__, t) for _, value in region.outputs.entries for t in _held(value)]
+        found = results + Captured(region.fn, *inputs.arguments.searched()).tensors
+        operands = set(map(id, inputs.operands))
         return [(path, value) for path, value in found if self._is_inside(value) and id(value) not in operands]
 
     def check_captured(self) -> None:
@@ -164,6 +170,19 @@ class Watch(TorchFunctionMode):
     def _alive_suspects(self) -> list[torch.Tensor]:
         found = [tensor for suspect in self.suspects if (tensor := suspect()) is not None]
         return [tensor for tensor in found if not private.is_dead(tensor) and not is_left_from_vmap(tensor)]
+
+
+def _held(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors to which a result leads that is no tree, such as an object, an iterator, a set or a function."""
+    queue, seen = [result], set()
+    for value in islice(queue, 10_000):  # the list grows meanwhile
+        cls = type(value)
+        if issubclass(cls, torch.Tensor):
+            yield value
+        elif id(value) not in seen and not issubclass(cls, (type, ModuleType)):
+            seen.add(id(value))
+            is_scope = cls is dict and "__builtins__" in value  # globals lead to everything
+            queue += [] if is_scope else gc.get_referents(value)
 
 
 _TENSOR = {torch.Tensor}
@@ -231,6 +250,10 @@ _HIDDEN = (
 _MADE = (
     " If the function itself makes this tensor, as torch.func.linearize does, make it outside of the region, or use "
     "torch.func.jvp."
+)
+_RETURNED = (
+    "A region under torch.func returned a {0} that holds a tensor of shape {1}, which would lose its derivatives. "
+    "Return the tensors themselves, in lists, tuples, dicts or dataclasses, and make the {0} outside of the region."
 )
 _STORED = (
     "A region under torch.func stored a tensor of shape {} in {}, where the tensor would lose its derivatives. Return "

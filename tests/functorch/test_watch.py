@@ -1,7 +1,9 @@
 """What a region can't do under torch.func, and is refused with the remedy; and what it needs its levels for."""
 
+import collections
 import functools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -164,6 +166,40 @@ def test_a_sparse_constant_may_be_stored_under_jvp() -> None:
 
 def test_under_vmap_only_any_tensor_may_be_stored() -> None:
     both(lambda wrap: vmap(wrap(Stores(detach=False)))(X))
+
+
+# Results that are no trees, made of a tensor.
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "object": lambda t: SimpleNamespace(mean=t),
+    "distribution": lambda t: torch.distributions.Normal(t, t.exp()),
+    "iterator": lambda t: map(torch.sin, t),
+    "generator in a tuple": lambda t: (1, (row.sin() for row in t)),
+    "view of a dict": lambda t: {"a": t}.values(),
+    "set": lambda t: {t},
+    "collection": lambda t: collections.UserDict(a=t),
+    "bound method": lambda t: t.mul,
+    "closure": lambda t: lambda: t,
+    "pullback": lambda t: vjp(lambda x: (x * t).sin(), V)[1],
+}
+
+
+@pytest.mark.parametrize("transform", ["grad", "jvp", "hessian", "vmap(grad)", "autograd(grad)"])
+@pytest.mark.parametrize("name", HOLDERS)
+def test_a_result_that_holds_tensors_and_is_no_tree_is_refused(name: str, transform: str) -> None:
+    region = remat(lambda x: (x.cos(), HOLDERS[name](x.sin())))
+    with pytest.raises(CaptureError, match=r"returned a .*Return the tensors themselves"):
+        ALL[transform](lambda x: region(x)[0], V)
+    if name != "pullback":
+        both(lambda wrap: ALL[transform](lambda x: wrap(lambda x: (x.cos(), HOLDERS[name](x.detach())))(x)[0], V))
+
+
+def test_a_pullback_that_a_region_of_autograd_returns_is_refused() -> None:
+    with pytest.raises(CaptureError, match="returned a function"):
+        remat(HOLDERS["pullback"])(V.clone().requires_grad_())
+
+
+def test_a_returned_function_does_not_lead_to_its_globals() -> None:
+    both(lambda wrap: grad(lambda x: wrap(lambda x: (x.sin(), both, torch, Stores))(x)[0].sum())(X))
 
 
 def hooked(tensor: Tensor) -> Tensor:
