@@ -84,7 +84,11 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("an argument or a captured tensor"))
             if private.GRAD in kinds and not self.one_graph:
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
-        self.differentiates |= func is torch.autograd.grad
+        if func is torch.autograd.grad:
+            self.differentiates = True
+            # A pullback differentiates results of a level that has ended.
+            outs = [private.unwrap_if_dead(t) for t in tensors(args[:1]) if not self._is_inside(t)]
+            self.reads([t for t in outs if private.JVP in kinds or requires_grad_somewhere(t)])
         if self.region.graded:
             return
         # Dropout draws in the order of elements at a level, in that of memory below.
@@ -245,7 +249,8 @@ _NO_GRAD = (
 )
 _HIDDEN = (
     "A region under torch.func reads a tensor of shape {} that a transform follows, and that is neither an argument "
-    "nor found in what the function captures (closures, globals, modules, objects). Pass it as an argument."
+    "nor found in what the function captures (closures, globals, modules, objects). Pass it as an argument. If a "
+    "pullback of `vjp` reads it, call `vjp` and the pullback in one region, or the pullback outside of regions."
 )
 _MADE = (
     " If the function itself makes this tensor, as torch.func.linearize does, make it outside of the region, or use "
