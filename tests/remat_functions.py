@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from cases import plain, repeated
+from cases import plain, repeated, tensors
 from torch import Tensor, exp, relu, sin, tanh
 
 from remat import checkpoint_name as name
@@ -41,18 +41,6 @@ class Program:
         dims: list[int | None] = [None] * len(args)
         batch[self.data], dims[self.data] = torch.stack([args[self.data] - i / 7 for i in range(3)]), 0
         return tuple(batch), tuple(dims)
-
-
-def scalars(count: int) -> Callable[[], tuple[Tensor, ...]]:
-    return lambda: tuple(torch.tensor(0.7, dtype=torch.float64, requires_grad=True) for _ in range(count))
-
-
-def matrices(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:
-    def args() -> tuple[Tensor, ...]:
-        rng = torch.Generator().manual_seed(0)
-        return tuple(torch.randn(s, dtype=torch.float64, generator=rng).requires_grad_() for s in shapes)
-
-    return args
 
 
 def layer(label: str) -> Fn:
@@ -120,27 +108,27 @@ WEIGHTS, SQUARE = [(5, 5)] * 3, (6, 6)
 BATCH_X, BATCH_ALL = [*WEIGHTS, (3, 5, 4)], [(3, 5, 5)] * 3 + [(3, 5, 4)]
 
 PROGRAMS = {
-    "sin_sin": Program(lambda wrap: wrap(lambda x: sin(sin(x))), scalars(1)),
-    "three": Program(three, matrices(*WEIGHTS, (5, 4)), data=3),
-    "three_pre": Program(lambda wrap: three(wrap, layer_pre), matrices(*WEIGHTS, (5, 4)), data=3),
-    "three_each": Program(lambda wrap: three(plain, each=wrap), matrices(*WEIGHTS, (5, 4)), data=3),
-    "block": Program(block, matrices((6, 4), *[(4, 4)] * 4, (4, 8), (8, 4))),
-    "exp_named": Program(lambda wrap: wrap(lambda a: sin(name(exp(sin(sin(a))), "n"))), scalars(1)),
-    **{f"nested_{before}_{3 - before}": Program(nested(before, 3 - before), scalars(1)) for before in range(4)},
-    "pair_first": Program(lambda wrap: lambda a, b: pair(wrap)(a, b)[0], scalars(2)),
-    "pair": Program(pair, scalars(2)),
-    "dead_linear": Program(lambda wrap: wrap(lambda x, W1: sin(sin(x)) + x @ W1), matrices((5, 6), SQUARE)),
-    "named_linear": Program(named_linear, matrices((5, 6), SQUARE, SQUARE)),
-    "mlp_maximum": Program(mlp(lambda z: torch.maximum(z, z.new_zeros(()))), matrices((5, 6), SQUARE, SQUARE, SQUARE)),
-    "mlp_relu": Program(mlp(relu), matrices((5, 6), SQUARE, SQUARE, SQUARE)),
-    "square_sin": Program(lambda wrap: wrap(lambda x: sin(x * x)), scalars(1)),
-    "exp_exp": Program(lambda wrap: wrap(lambda x: exp(exp(x))), scalars(1)),
-    "vmap_x": Program(mapped(None, None, None, 0), matrices(*BATCH_X), data=3),
-    "vmap_all": Program(mapped(0, 0, 0, 0), matrices(*BATCH_ALL), data=3),
-    "in_vmap_x": Program(three, matrices(*BATCH_X), in_dims=(None, None, None, 0), data=3),
-    "in_vmap_all": Program(three, matrices(*BATCH_ALL), in_dims=(0, 0, 0, 0), data=3),
-    "loop_each": Program(lambda wrap: loop(plain, each=wrap), matrices((5, 5), (3, 5)), data=1),
-    "loop": Program(loop, matrices((5, 5), (3, 5)), data=1),
+    "sin_sin": Program(lambda wrap: wrap(lambda x: sin(sin(x))), tensors(())),
+    "three": Program(three, tensors(*WEIGHTS, (5, 4)), data=3),
+    "three_pre": Program(lambda wrap: three(wrap, layer_pre), tensors(*WEIGHTS, (5, 4)), data=3),
+    "three_each": Program(lambda wrap: three(plain, each=wrap), tensors(*WEIGHTS, (5, 4)), data=3),
+    "block": Program(block, tensors((6, 4), *[(4, 4)] * 4, (4, 8), (8, 4))),
+    "exp_named": Program(lambda wrap: wrap(lambda a: sin(name(exp(sin(sin(a))), "n"))), tensors(())),
+    **{f"nested_{before}_{3 - before}": Program(nested(before, 3 - before), tensors(())) for before in range(4)},
+    "pair_first": Program(lambda wrap: lambda a, b: pair(wrap)(a, b)[0], tensors((), ())),
+    "pair": Program(pair, tensors((), ())),
+    "dead_linear": Program(lambda wrap: wrap(lambda x, W1: sin(sin(x)) + x @ W1), tensors((5, 6), SQUARE)),
+    "named_linear": Program(named_linear, tensors((5, 6), SQUARE, SQUARE)),
+    "mlp_maximum": Program(mlp(lambda z: torch.maximum(z, z.new_zeros(()))), tensors((5, 6), SQUARE, SQUARE, SQUARE)),
+    "mlp_relu": Program(mlp(relu), tensors((5, 6), SQUARE, SQUARE, SQUARE)),
+    "square_sin": Program(lambda wrap: wrap(lambda x: sin(x * x)), tensors(())),
+    "exp_exp": Program(lambda wrap: wrap(lambda x: exp(exp(x))), tensors(())),
+    "vmap_x": Program(mapped(None, None, None, 0), tensors(*BATCH_X), data=3),
+    "vmap_all": Program(mapped(0, 0, 0, 0), tensors(*BATCH_ALL), data=3),
+    "in_vmap_x": Program(three, tensors(*BATCH_X), in_dims=(None, None, None, 0), data=3),
+    "in_vmap_all": Program(three, tensors(*BATCH_ALL), in_dims=(0, 0, 0, 0), data=3),
+    "loop_each": Program(lambda wrap: loop(plain, each=wrap), tensors((5, 5), (3, 5)), data=1),
+    "loop": Program(loop, tensors((5, 5), (3, 5)), data=1),
 }
 
 
