@@ -89,7 +89,3 @@ NAMED_RESULT = rows("""
     loop_each: only:h 4 tanh 0 matmul 0
     loop: only:h 4 tanh 0 matmul 0
 """)
-
-# The sines in the backward of three programs with results that no derivative needs: those of `partly_needed` in
-# `tests/selective/test_policy_rules.py`.
-SINES = (2, 1, 1)

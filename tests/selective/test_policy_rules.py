@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import assert_same, cases, copied, rand, tensor_leaves, total
-from jax_counts import NAMED_RESULT, ROWS, SINES, Row
+from jax_counts import NAMED_RESULT, ROWS, Row
 from remat_functions import PROGRAMS, Program, built, made
 from torch import Tensor, exp, sin
 from torch.autograd.graph import get_gradient_edge
@@ -171,7 +171,8 @@ def partly_needed(wrap: Callable, a: Tensor) -> tuple[Tensor, ...]:
     return wrap(lambda a: sin(sin(a).detach()) * sin(a))(a), sum(pair(a, a)), pair(a, a)[0] + pair(a, a)[1]
 
 
-@pytest.mark.parametrize("policy, counts", [(MATMULS, SINES), (None, (3, 2, 2))], ids=["policy", "no policy"])
+# The numbers of sines in the backward; with a policy they are those of JAX.
+@pytest.mark.parametrize("policy, counts", [(MATMULS, (2, 1, 1)), (None, (3, 2, 2))], ids=["policy", "no policy"])
 def test_results_that_no_derivative_needs(policy: Any, counts: tuple) -> None:
     """Only a policy knows which operations in the middle of a region are needed; otherwise all run until the last."""
     a = rand(3)
