@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from cases import assert_same, cases, copied, rand, tensor_leaves, total
-from jax_counts import NAMED_RESULT, ROWS, Row
-from remat_functions import PROGRAMS, Program, built, made
+from jax_counts import NAMED_RESULT, PROGRAMS, ROWS, Program, Row, built, made
 from torch import Tensor, exp, sin
 from torch.autograd.graph import get_gradient_edge
 from torch.func import grad, vjp, vmap
