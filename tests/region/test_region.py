@@ -194,6 +194,7 @@ def raises_again(x: Tensor) -> Tensor:
 
 TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "grad": lambda x: torch.func.grad(lambda y: (y.sin() * x).sum())(x).exp() * x,
+    "grad of a detached value": lambda x: torch.func.grad(lambda y: (y.sin() * x).sum())(x.detach()).exp(),
     "vjp": lambda x: torch.func.vjp(torch.sin, x.exp())[1](x)[0] * x,
     "hessian": lambda x: torch.func.hessian(lambda y: (y * x).sin().sum())(x).sum(0).exp(),
     "jvp": lambda x: torch.func.jvp(torch.sin, (x.exp(),), (x,))[1].sin(),
@@ -212,23 +213,24 @@ def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(trans
 
     def run(wrap: Wrap) -> Any:
         n, x, c, g = torch.zeros(()), rand(3), rand(3, grad=False), torch.Generator().manual_seed(1)
+        counts = [torch.zeros(()), torch.zeros(())]  # arguments
         earlier = (x * c).sum()  # its graph needs `c` as it is
         norm = nn.BatchNorm1d(3, affine=False).double()
 
-        def fn(x: Tensor) -> Tensor:
+        def fn(x: Tensor, count: Tensor) -> Tensor:
             n.add_(1)
             norm.steps = getattr(norm, "steps", 0) + 1
             y = norm(x.expand(2, 3) * torch.rand(2, 3))[0] + c * torch.rand(3, generator=g)
-            y = y + x * torch.rand(3) * n.clone() * random.random()
+            y = y + x * torch.rand(3) * n.clone() * count.add_(1).clone() * random.random()
             return TRANSFORMS[transform](y) * norm.steps
 
         region = wrap(fn)
-        around = lambda x, inner=region: inner(x.sin()).sin()
+        around = lambda x, count, inner=region: inner(x.sin(), count).sin()
         region = region if not outer else around if wrap is plain else remat(around, debug=True)
-        outs = [region(x) for _ in range(2)]  # the second call uses what the first one recorded
-        after = n.clone(), [b.clone() for b in norm.buffers()], norm.steps, torch.rand(3), random.random()
+        outs = [region(x, count) for count in counts]  # the second call uses what the first one recorded
+        after = [t.clone() for t in (n, *counts, *norm.buffers())], norm.steps, torch.rand(3), random.random()
         grads = [torch.autograd.grad(out.sum(), x) for out in (*outs, earlier)]
-        return outs, after, grads, n, torch.rand(3, generator=g), [*norm.buffers()], norm.steps
+        return outs, after, grads, n, counts, torch.rand(3, generator=g), [*norm.buffers()], norm.steps
 
     assert_same_results(run, remat(policy=policy), plain, exact=False)
 
