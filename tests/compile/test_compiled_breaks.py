@@ -26,12 +26,6 @@ INSIDE: list[weakref.ref] = []  # values inside regions
 MATMULS, NAMES = policies.save_matmuls, policies.save_only_these_names("h")
 
 
-@pytest.fixture(autouse=True)
-def _empty() -> None:
-    RUNS.clear()
-    INSIDE.clear()
-
-
 def compiled(f: Callable) -> Callable:
     return torch.compile(f, backend="aot_eager")
 
@@ -130,6 +124,7 @@ def test_the_backward_is_the_same_as_in_eager_mode(form: str, policy: Any) -> No
 def test_disable_remat_is_active_after_a_break() -> None:
     block = Block()
     f = compiled(FORMS["inside a model"](block, None))
+    RUNS.clear()
     with disable_remat():
         training(f, block)
     assert RUNS == [False] * 3
@@ -160,6 +155,7 @@ def test_python_runs_a_region_that_takes_a_derivative(fn: Callable, policy: Any)
 
     expected = value_and_grad(fn, X)
     f = compiled(remat.remat(region, policy=policy))
+    RUNS.clear()
     for _ in range(2):
         torch.testing.assert_close(value_and_grad(f, X), expected)
     assert RUNS.count(True) == 2  # Python recomputes it, once a step
