@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import assert_same
+from cases import plain as as_it_is
 from graphs import count, graphs_of
 from torch import Tensor, nn
 
@@ -29,10 +30,6 @@ pytestmark = [
 
 IDS = torch.arange(2 * 16).reshape(2, 16) * 7 % 64
 both_models = pytest.mark.parametrize("name", ["Llama", "GPT-2"])
-
-
-def as_it_is(model: Any) -> Any:
-    return model
 
 
 def loss(model: Any, **arguments: Any) -> Tensor:
