@@ -1,5 +1,6 @@
 """`torch.func` transforms in compiled code: values, and the peak memory of the compiled graph."""
 
+import functools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -181,30 +182,24 @@ def test_values_are_right_and_the_peak_is_lower_unless_regions_are_inlined(name:
         assert after <= ratio * before, (after, before)
 
 
+inductor = functools.partial(pytest.param, "inductor", marks=[pytest.mark.timeout(600), pytest.mark.sampled(30)])
+
+
 @pytest.mark.parametrize(
     ("backend", "name", "policy"),
     [
         *(("eager", name, None) for name in ("grad", "vmap of grad", "functional_call", "gradient inside")),
         *(("aot_eager", name, MATMULS) for name in ("grad of grad", "jacrev", "functional_call", "own backward")),
         *(("aot_eager", name, NAMES) for name in ("vmap of grad", "in place")),
+        *(inductor(name, policy) for name in CASES for policy in (None, MATMULS, NAMES)),
     ],
     ids=str,
 )
-def test_values_under_a_policy_and_with_the_eager_backend(backend: str, name: str, policy: Any) -> None:
+def test_values_with_each_backend_and_under_policies(backend: str, name: str, policy: Any) -> None:
     """With the eager backend regions run as in eager code."""
     make, args, _ = CASES[name]
-    f = make(remat(policy=policy))
+    f = make(remat(policy=policy))  # not created in compiled code
     torch.testing.assert_close(torch.compile(f, backend=backend)(*args), make(plain)(*args))
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.sampled(30)
-@pytest.mark.parametrize("policy", [None, MATMULS, NAMES], ids=str)
-@pytest.mark.parametrize("name", CASES)
-def test_values_with_inductor(name: str, policy: Any) -> None:
-    make, args, _ = CASES[name]
-    region = remat(policy=policy)  # not created in compiled code
-    torch.testing.assert_close(torch.compile(make(region))(*args), make(plain)(*args))
 
 
 def blocks(wrap: Callable, depth: int) -> Callable:
