@@ -325,10 +325,6 @@ def test_a_predicate_may_count_around_a_backward_inside_that_recomputes(outer: A
     assert len(asked) == count  # not in the recompute
 
 
-class Interrupt(BaseException):
-    """An exception that user code doesn't catch."""
-
-
 @EVERY_POLICY
 @pytest.mark.parametrize("when", ["forward", "backward"])
 def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
@@ -337,11 +333,12 @@ def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
     def fn(x: Tensor) -> Tensor:
         h = block(x)
         if True in failing and is_recomputing() == (when == "backward"):
-            raise Interrupt
+            raise KeyboardInterrupt  # which user code doesn't catch
         return F.dropout(h * 2, 0.3).sin() * h.exp().clamp(max=2)
 
     def fail(run: Callable, *args: Any) -> None:
-        with pytest.raises(Interrupt) if when == "forward" else suppress(Interrupt):  # saved values may suffice
+        # Saved values may suffice for a backward.
+        with pytest.raises(KeyboardInterrupt) if when == "forward" else suppress(KeyboardInterrupt):
             run(*args)
 
     region, x = remat(fn, policy=POLICIES[policy]), rand(4, 4)
@@ -354,7 +351,7 @@ def test_an_exception_leaves_no_trace(when: str, policy: str) -> None:
         failing.clear()
     torch.manual_seed(1)
     value = total(region(x))
-    with suppress(Interrupt):
+    with suppress(KeyboardInterrupt):
         torch.autograd.grad(value, x, retain_graph=True)
     failing.clear()
     assert_same(torch.autograd.grad(value, x)[0], gradients(fn)[1])
