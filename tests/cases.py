@@ -9,7 +9,7 @@ import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -194,13 +194,17 @@ def plain_scan(
 
 
 @contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(put: Callable[[Any], Any], value: Any, before: Any) -> Iterator[None]:
+    """Put a value, and in the end the one from before."""
+    put(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        put(before)
+
+
+def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
+    return setting(torch.set_default_dtype, dtype, torch.get_default_dtype())
 
 
 def rand(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from cases import assert_same, assert_same_results, default_dtype, in_threads, module, seed_all
+from cases import assert_same, assert_same_results, default_dtype, in_threads, module, seed_all, setting
 from cases import plain as plain_function
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -56,15 +56,6 @@ def following(ambient: Ambient, draw: Callable[[], Any] = draw_all) -> Any:
     numbers = draw()
     ambient.rewind()
     return numbers
-
-
-@contextmanager
-def setting(put: Callable, value: Any, before: Any) -> Iterator[None]:
-    put(value)
-    try:
-        yield
-    finally:
-        put(before)
 
 
 other_bits = lambda: setting(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator())

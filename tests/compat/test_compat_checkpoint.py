@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from cases import assert_same, default_dtype, rand, seed_all
+from cases import assert_same, default_dtype, rand, seed_all, setting
 from cases import module as made
 from comparison import OTHER, SAME, TORCH, Fails, Outcome, checkpoints_in_graph, libraries
 from side_by_side import Runs, both, is_torch, values_and_grads
@@ -239,12 +239,8 @@ def dropped(call: Callable) -> Any:
 @compared("`DefaultDeviceType`", theirs=Fails(AttributeError, "no such device"))
 def test_the_default_device_type_has_no_influence(call: Callable) -> Any:
     default = remat.compat.DefaultDeviceType
-    before = default.get_device_type()
-    default.set_device_type("no such device")
-    try:
+    with setting(default.set_device_type, "no such device", default.get_device_type()):
         return dropped(lambda x: call(drops, x))
-    finally:
-        default.set_device_type(before)
 
 
 @compared("numbers that the function counts up in objects, closures, globals, lists and dicts", theirs=OTHER)

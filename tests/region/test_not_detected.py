@@ -8,8 +8,8 @@ import os
 import re
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import ModuleType
@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from cases import ROOT, rand
+from cases import ROOT, rand, setting
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
@@ -51,13 +51,8 @@ def of(x: Tensor, factor: Any) -> Tensor:
     return (x * factor).sin().exp()
 
 
-@contextmanager
-def written(write: Callable[[float], Any]) -> Iterator[None]:
-    write(3.0)
-    try:
-        yield
-    finally:
-        write(2.0)
+def written(write: Callable[[float], Any]) -> AbstractContextManager[None]:
+    return setting(write, 3.0, 2.0)
 
 
 def item(container: Any, key: Any) -> Callable:

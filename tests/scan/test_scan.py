@@ -12,7 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import assert_same, gradient, rand
+from cases import assert_same, gradient, rand, setting
 from cases import plain_scan as loop
 from torch import Tensor, nn
 from torch._dynamo.testing import EagerAndRecordGraphs
@@ -32,10 +32,8 @@ Step = Callable[[Any, Any], tuple[Any, Any]]
 @pytest.fixture(autouse=True)
 def recursion_limit() -> Iterator[None]:
     """Python's default: inductor raises it for the whole process."""
-    before = sys.getrecursionlimit()
-    sys.setrecursionlimit(1000)
-    yield
-    sys.setrecursionlimit(before)
+    with setting(sys.setrecursionlimit, 1000, sys.getrecursionlimit()):
+        yield
 
 
 def scan_with(checkpoints: Any, **options: Any) -> Loop:
