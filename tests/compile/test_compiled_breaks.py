@@ -230,17 +230,6 @@ def with_region(model: Model, policy: Any = None) -> Model:
     return model
 
 
-DEPENDENT = [ReadAfter, Argument, SpectralNorm]
-
-
-@pytest.mark.parametrize(("kind", "policy"), [*((kind, None) for kind in DEPENDENT), (SpectralNorm, MATMULS)])
-def test_python_runs_a_region_that_depends_on_what_it_changes(kind: type[Model], policy: Any) -> None:
-    plain, counter = kind(), CompileCounterWithBackend("aot_eager")
-    ours = with_region(deepcopy(plain), policy)
-    assert_same(training(torch.compile(ours, backend=counter), ours), training(plain, plain))
-    assert regions(counter) == 0 < counter.frame_count  # the code around it is compiled
-
-
 def test_a_parameter_that_a_region_changes_is_an_error_as_in_eager_code() -> None:
     table = nn.Embedding.from_pretrained(X.clone(), freeze=False, max_norm=0.5)
     f = compiled(remat.remat(lambda x: table(torch.arange(4)).sin() * x.exp()))
@@ -282,20 +271,22 @@ class Overwritten(Model):
         return nn.functional.relu(x, inplace=True).exp().sin()
 
 
-@pytest.mark.parametrize(
-    ("kind", "policy", "backend"),
-    [
-        (Written, MATMULS, "aot_eager"),
-        (Normed, None, "aot_eager"),
-        (Normed, MATMULS, "inductor"),
-        (Overwritten, None, "aot_eager"),
-    ],
-)
-def test_a_region_that_only_writes_is_compiled(kind: type[Model], policy: Any, backend: str) -> None:
-    plain, counter = kind(), CompileCounterWithBackend(backend)
+DEPENDENT = [ReadAfter, Argument, SpectralNorm]
+CHANGING: list[tuple[type[Model], Any, str]] = [
+    *((kind, None, "aot_eager") for kind in (*DEPENDENT, Normed, Overwritten)),
+    *((kind, MATMULS, "aot_eager") for kind in (SpectralNorm, Written)),
+    (Normed, MATMULS, "inductor"),
+]
+
+
+@pytest.mark.parametrize(("kind", "policy", "backend"), CHANGING)
+def test_a_region_is_compiled_unless_it_depends_on_what_it_changes(kind: type, policy: Any, backend: str) -> None:
+    """Then Python runs it, and the code around it is compiled."""
+    plain, counter, whole = kind(), CompileCounterWithBackend(backend), kind not in DEPENDENT
     ours = with_region(deepcopy(plain), policy)
-    assert_same(training(torch.compile(ours, backend=counter, fullgraph=True), ours), training(plain, plain))
-    assert regions(counter) == counter.frame_count == 1
+    assert_same(training(torch.compile(ours, backend=counter, fullgraph=whole), ours), training(plain, plain))
+    assert regions(counter) == whole and counter.frame_count > 0
+    assert counter.frame_count == 1 or not whole
 
 
 def test_without_gradients_a_region_that_changes_buffers_is_compiled() -> None:
