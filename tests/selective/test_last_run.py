@@ -28,15 +28,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore:The policy"), pytest.mark.usefi
 
 
 def forget() -> None:
-    """Clear everything that is recorded for functions."""
+    """Clear everything that is recorded for functions, which share their code."""
     known._of_code.cache_clear()
     known._of_modules.clear()
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_known() -> None:
-    """Clears the records, as functions of tests share their code."""
-    forget()
 
 
 def run(fn: Callable, *args: Any) -> tuple[list[Tensor], Counter[str]]:
