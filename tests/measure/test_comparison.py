@@ -34,10 +34,6 @@ class Net(nn.Module):
         return x.sin()
 
 
-class Thing:
-    pass
-
-
 BY_ONE, STATE = "3 of 3 numbers differ, by up to 1", "is in a different state after the run"
 # Functions of two floating-point tensors and an integer one, and a difference between their runs.
 DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
@@ -76,7 +72,7 @@ def test_a_difference_is_named(fn: Callable, text: str) -> None:
 SAME: dict[str, tuple[Callable[..., Any], tuple[int, int, int]]] = {
     "a mask": (lambda w, x, n: x > 0, (1, 0, 0)),
     "plain values": (lambda w, x, n: (x.sum(), x.to(torch.complex64), "text", None, math.nan), (5, 2, 0)),
-    "objects of a class": (lambda w, x, n: (x, Thing()), (2, 2, 0)),
+    "objects of a class": (lambda w, x, n: (x, object()), (2, 2, 0)),
     "not a number": (lambda w, x, n: x.sin().log(), (1, 2, 0)),
     "noise": (lambda w, x, n: nn.functional.dropout(x).sin() * torch.rand(3), (1, 2, 0)),
     "an argument": (lambda w, x, n: n.add_(1) * x, (1, 2, 1)),
