@@ -67,7 +67,11 @@ PROGRAMS: dict[str, tuple[Callable, int]] = {
 }  # fmt: skip
 
 
+def value_and_grads(f: Callable, *args: Tensor) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in args]
+    out = f(*leaves)
+    return out.detach(), *torch.autograd.grad(out.sum(), leaves)
+
+
 def grads(f: Callable, rows: int = 2) -> tuple[Tensor, ...]:
-    x, w = given(rows), W.clone().requires_grad_()
-    out = f(x, w)
-    return out.detach(), *torch.autograd.grad(out.sum(), (x, w))
+    return value_and_grads(f, given(rows), W)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_programs import value_and_grads
 from graphs import count, graphs_of, handed_over
 from torch import Tensor
 
@@ -31,16 +32,11 @@ def inputs() -> list[Tensor]:
     return [(torch.randn(shape) * 0.2).requires_grad_() for shape in ((64, 32), (32, 128), (128, 32))]
 
 
-def value_and_grads(f: Callable, args: list[Tensor]) -> tuple[Tensor, ...]:
-    out = f(*args)
-    return out.detach(), *torch.autograd.grad(out, args)
-
-
 def recomputed(wrap: Callable, body: Callable = block) -> tuple[int, int]:
     """The number of the 4 products that are recomputed, and the bytes passed to the backward; checks the values."""
     args = inputs()
-    graphs, result = graphs_of(twice(wrap, body), value_and_grads, args)
-    torch.testing.assert_close(result, value_and_grads(twice(lambda f: f, body), args))
+    graphs, result = graphs_of(twice(wrap, body), value_and_grads, *args)
+    torch.testing.assert_close(result, value_and_grads(twice(lambda f: f, body), *args))
     assert count(graphs.forward) == 4
     return count(graphs.backward) - 8, handed_over(graphs.backward)
 
@@ -129,7 +125,7 @@ def test_the_eager_backend_knows_operators_and_ignores_names() -> None:
     args, runs = inputs(), []
     for policy in (p.save_only_these_names("h"), p.save_matmuls):
         f = torch.compile(twice(lambda f, policy=policy: remat(f, policy=policy)), backend="eager")
-        torch.testing.assert_close(value_and_grads(f, args), value_and_grads(twice(lambda f: f), args))
+        torch.testing.assert_close(value_and_grads(f, *args), value_and_grads(twice(lambda f: f), *args))
         out = f(*args)
         runs.append(count_ops(lambda: torch.autograd.grad(out, args))["aten.mm"] - 8)
     assert runs == [4, 0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import plain
-from compiled_programs import CONTEXTS, keeps_products
+from compiled_programs import CONTEXTS, keeps_products, value_and_grads
 from graphs import Allocations, count, graphs_of, handed_over, peak
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
@@ -258,16 +258,11 @@ def test_a_gradient_of_parameters_that_require_grad_saves_inputs_of_regions() ->
         f = grad(loss(wrap, 3), (0, 1, 2))
         return lambda *args: sum(g.sin().sum() for g in f(*args))
 
-    def run(f: Callable, *args: Tensor) -> Any:
-        leaves = [t.detach().requires_grad_() for t in args]
-        out = f(*leaves)
-        return out.detach(), torch.autograd.grad(out, leaves)
-
     args = [t.double() for t in inputs(32, 16)]
-    expected = run(make(plain), *args)
+    expected = value_and_grads(make(plain), *args)
 
     def measured(wrap: Callable) -> int:
-        graphs, result = graphs_of(make(wrap), run, *args)
+        graphs, result = graphs_of(make(wrap), value_and_grads, *args)
         torch.testing.assert_close(result, expected)
         return handed_over(graphs.backward)
 
