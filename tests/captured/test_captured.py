@@ -231,10 +231,6 @@ def test_classes_that_are_made_at_run_time_are_freed() -> None:
     assert watched() is None
 
 
-def held(value: Callable[[], Any]) -> Callable[[], Callable]:
-    return lambda: held_by(value())
-
-
 cell: Callable[[Any], Any] = lambda fn: fn.__closure__[0]  # of the variable `held`
 of: Callable[[Any], Any] = lambda fn: cell(fn).cell_contents
 
@@ -249,12 +245,15 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
         lambda: lambda x, w=W, *, b=PAIR[0]: x * w + b,
         lambda fn: (setattr(fn, "__defaults__", None), setattr(fn, "__kwdefaults__", None)),
     ),
-    "a key is renamed": (held(lambda: {"w": torch.ones(2)}), lambda fn: of(fn).update(v=of(fn).pop("w"))),
-    "a list gets shorter": (held(lambda: [torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
-    "a list gets longer": (held(lambda: [torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
-    "an item is replaced": (held(lambda: [torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
-    "a tuple is replaced": (held(lambda: (torch.ones(2), 1)), lambda fn: setattr(cell(fn), "cell_contents", (W, 1, 2))),
-    "a variable is emptied": (held(lambda: torch.ones(2)), lambda fn: delattr(cell(fn), "cell_contents")),
+    "a key is renamed": (lambda: held_by({"w": torch.ones(2)}), lambda fn: of(fn).update(v=of(fn).pop("w"))),
+    "a list gets shorter": (lambda: held_by([torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
+    "a list gets longer": (lambda: held_by([torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
+    "an item is replaced": (lambda: held_by([torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
+    "a tuple is replaced": (
+        lambda: held_by((torch.ones(2), 1)),
+        lambda fn: setattr(cell(fn), "cell_contents", (W, 1, 2)),
+    ),
+    "a variable is emptied": (lambda: held_by(torch.ones(2)), lambda fn: delattr(cell(fn), "cell_contents")),
     "a partial gets other arguments": (
         lambda: functools.partial(torch.add, torch.ones(2), alpha=2),
         lambda fn: fn.__setstate__((fn.func, (torch.zeros(2),), {}, {"note": "kept"})),
