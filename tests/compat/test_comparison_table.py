@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import ROOT, assert_same, rand
 from cases import module as made
+from comparison import FAIRSCALE
 from torch import Tensor, nn
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.utils.checkpoint import CheckpointPolicy
@@ -26,19 +27,11 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:None of
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8").split("\n## Comparison\n")[1].split("\n## ")[0]
 JAX = json.loads((Path(__file__).parent / "jax_0_10_2.json").read_text(encoding="utf-8"))  # jax_comparison.py wrote it
 VERSIONS = dict(re.findall(r"(torch|torch_remat|fairscale|JAX) ([\d.]*\d)", TEXT))
-
-
-def fairscales(module: Any) -> Any:
-    from fairscale.nn import checkpoint_wrapper
-
-    return checkpoint_wrapper(module)
-
-
 WRAPPERS: dict[str, Wrapper] = {
     "remat": remat.remat,
     "torch checkpoint": torch_checkpoint,
     "torch_remat": torch_remat_checkpoint,
-    "fairscale": fairscales,
+    "fairscale": lambda module: FAIRSCALE.original()(module),
 }
 
 
