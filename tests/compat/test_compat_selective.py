@@ -243,9 +243,6 @@ def generated(name: str, log: list[str]) -> Iterator[None]:
         yield
 
 
-KINDS = [Noted, generated]
-
-
 OTHERS = row("`context_fn`, other contexts")
 NOTHING = contextlib.nullcontext()
 
@@ -263,7 +260,7 @@ def in_contexts(module: Any, first: Any, again: Any, fn: Callable = deep, **opti
 
 
 @both
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Noted, generated])
 @OTHERS
 def test_the_second_context_is_entered_for_each_recompute(module: Any, kind: Callable) -> None:
     log: list[str] = []
