@@ -14,7 +14,6 @@ from benchmarks.models import CASES
 
 def gpt2(**options: Any) -> tuple[Any, dict[str, Tensor]]:
     transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 6, "n_head": 2, "vocab_size": 101, "n_positions": 64}
     ids = {"bos_token_id": 0, "eos_token_id": 0}
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **ids, **options)).train()
@@ -61,7 +60,6 @@ def test_the_plan_is_a_row_of_a_report() -> None:
 def test_a_plan_recomputes_no_more_than_choices_by_hand_at_their_peaks(make: Any) -> None:
     if CASES[make]:
         pytest.importorskip(CASES[make])
-    torch.manual_seed(0)
     case = make()
     case.model.train()
     plain, model = autopilot.step(case), case.model
