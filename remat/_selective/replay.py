@@ -40,7 +40,9 @@ class Replay(RegionMode):
         self.last = last  # values that are saved only for this recompute can be released as they are restored
         self.position = 0  # of the step that is expected next
         self.placeholders = Placeholders()
-        self.has_not_drawn = False  # whether an operation that draws random numbers was restored, so drew none
+        # An operation that draws random numbers was restored, so drew none: this, and the recordings at the first time.
+        self.undrawn: tuple[Any, ...] = ()
+        self.begun_undrawn = False  # whether regions inside that draw began after it, with other generators
         self.storages = record.storages.copy()
         self.inputs: list[Any] = []  # alive without the run, so they don't escape
         # The values of the restored steps, as slots that own them may be freed in this run; fetched before it.
@@ -85,7 +87,7 @@ class Replay(RegionMode):
                     return self._restore(step, args, kwargs, read)
                 if number in record.program.skippable and number not in self.plan.run:
                     return self._rebuild(step, args, kwargs, read, [None] * len(step.outs))
-            if draw is not None and self.has_not_drawn:
+            if draw is not None and self.undrawn:
                 self.placeholders.restart()
             if not facts.reads_nothing:
                 self.placeholders.read(read)
@@ -153,7 +155,9 @@ class Replay(RegionMode):
 
     def _restore(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """Return the result of an operation, from its saved values."""
-        self.has_not_drawn |= step.draws
+        if step.draws:
+            self.undrawn = self.undrawn or (*state.recordings, self)
+            self.begun_undrawn |= not {*state.recordings}.issubset(self.undrawn)
         saved: list[torch.Tensor | None] = []
         for value in step.outs:
             content = self._content(value)
@@ -221,7 +225,8 @@ class Recompute(Run):
         replay = Replay(record, plan)
         try:
             result = go(Run(self.log, replay=replay))
-            if not replay.placeholders.is_read and not replay.escaped(result):
+            # Regions inside may be recomputed when this run has ended.
+            if not (replay.placeholders.is_read or replay.escaped(result) or replay.begun_undrawn):
                 return result
             del result
         except (Restart, Exception):

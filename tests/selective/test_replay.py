@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import assert_same, rand, total
+from cases import Wrap, assert_same, assert_same_results, plain, rand, total
 from host_copies import Copies
 from random_programs.toolbox import chosen
 from surroundings import assert_as_before, surroundings
@@ -323,6 +323,20 @@ def test_a_predicate_may_count_around_a_backward_inside_that_recomputes(outer: A
     out, count = fn(x, W), len(asked)
     assert_same(torch.autograd.grad(out, x), expected)
     assert len(asked) == count  # not in the recompute
+
+
+def test_a_region_inside_that_draws_after_restored_draws_draws_the_same_again() -> None:
+    """Its second derivative recomputes it when the recompute around it, in which the generator lagged, has ended."""
+
+    def program(wrap: Wrap) -> Tensor:
+        x = rand(4)
+        inner = wrap(lambda x: (x.sin() * torch.empty(4).uniform_()).sin())
+        fn = wrap(
+            grad(lambda x: (x.sin() * torch.empty(4).normal_() + inner(x)).sum()), policy=policies.everything_saveable
+        )
+        return torch.autograd.grad(fn(x).sum(), x)[0]
+
+    assert_same_results(program, remat, plain, exact=False)
 
 
 @EVERY_POLICY
