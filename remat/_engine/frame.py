@@ -134,7 +134,7 @@ class Frame:
 
     def on_inner_backward(self) -> None:
         for guard in (*self.operands, *self.captured_inputs):
-            if guard.tensor is not None and _is_passed(guard.tensor):
+            if guard.tensor is not None and not guard.leaf and _is_passed(guard.tensor):
                 raise RematError(
                     f"A backward pass inside a region goes on behind {guard.name}, through a graph which the region's "
                     f"recompute doesn't have. Compute it inside of the region, or pass its `.detach()`."
