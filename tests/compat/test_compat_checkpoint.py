@@ -7,7 +7,6 @@ import itertools
 import logging
 import pickle
 import random
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -120,14 +119,13 @@ def test_vectorized_forward_mode_is_an_error() -> None:
         jacobian(lambda x: checkpoint(torch.sin, x), rand(3))
 
 
+@pytest.mark.filterwarnings("error")
 @row("`use_reentrant`")
 def test_there_is_no_reentrant_variant_and_no_warning() -> None:
     x = rand(3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for options in ({}, {"use_reentrant": None}, {"use_reentrant": False}):
-            assert_same(values_and_grads(lambda x: checkpoint(deep, x, **options), x), values_and_grads(deep, x))
-            assert_same(checkpoint_sequential([deep, deep], 2, x, **options), deep(deep(x)))
+    for options in ({}, {"use_reentrant": None}, {"use_reentrant": False}):
+        assert_same(values_and_grads(lambda x: checkpoint(deep, x, **options), x), values_and_grads(deep, x))
+        assert_same(checkpoint_sequential([deep, deep], 2, x, **options), deep(deep(x)))
     true = {"use_reentrant": True}
     calls = [lambda: checkpoint(deep, x, **true), lambda: checkpoint(**true)(deep)(x)]
     for call in (*calls, lambda: checkpoint_sequential([deep], 1, x, True)):

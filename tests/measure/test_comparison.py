@@ -2,7 +2,6 @@
 
 import math
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,11 +148,10 @@ def test_a_program_that_is_not_differentiated_has_a_note() -> None:
     assert "Nothing" not in str(check(*program, transform=lambda fn: fn))
 
 
+@pytest.mark.filterwarnings("error")
 def test_a_check_of_regions_with_a_policy_gives_no_warning() -> None:
     region = remat.remat(lambda x: x.sin().exp() @ x, policy=remat.policies.save_matmuls)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert check(lambda x: region(x) * 2, rand(3, 3))
+    assert check(lambda x: region(x) * 2, rand(3, 3))
 
 
 def test_parameters_that_replace_those_of_a_module_are_differentiated() -> None:
