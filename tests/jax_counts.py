@@ -133,10 +133,6 @@ def layer(label: str) -> Fn:
     return lambda W, h: name(sin(W @ h), label)
 
 
-def layer_pre(label: str) -> Fn:
-    return lambda W, h: sin(name(W @ h, label))
-
-
 def three(wrap: Fn, layer: Callable[[str], Fn] = layer, each: Fn = lambda fn: fn) -> Fn:
     """Three layers in one region, or each in one."""
     g1, g2, g3 = (each(layer(label)) for label in "abc")
@@ -196,7 +192,9 @@ BATCH_X, BATCH_ALL = [*WEIGHTS, (3, 5, 4)], [(3, 5, 5)] * 3 + [(3, 5, 4)]
 PROGRAMS = {
     "sin_sin": Program(lambda wrap: wrap(lambda x: sin(sin(x))), tensors(())),
     "three": Program(three, tensors(*WEIGHTS, (5, 4)), data=3),
-    "three_pre": Program(lambda wrap: three(wrap, layer_pre), tensors(*WEIGHTS, (5, 4)), data=3),
+    "three_pre": Program(
+        lambda wrap: three(wrap, lambda label: lambda W, h: sin(name(W @ h, label))), tensors(*WEIGHTS, (5, 4)), data=3
+    ),
     "three_each": Program(lambda wrap: three(plain, each=wrap), tensors(*WEIGHTS, (5, 4)), data=3),
     "block": Program(block, tensors((6, 4), *[(4, 4)] * 4, (4, 8), (8, 4))),
     "exp_named": Program(lambda wrap: wrap(lambda a: sin(name(exp(sin(sin(a))), "n"))), tensors(())),

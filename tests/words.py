@@ -29,23 +29,14 @@ def by_vjp(g: Fn, x: Tensor) -> Tensor:
     return pull(out.cos())[0]
 
 
-def by_jvp(g: Fn, x: Tensor) -> Tensor:
-    out, tangent = jvp(g, (x,), (x.cos(),))
-    return out + tangent
-
-
-def by_autograd(g: Fn, x: Tensor) -> Tensor:
-    return torch.autograd.grad(g(x).sin().sum(), x, create_graph=True)[0]
-
-
 TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
     "grad": lambda g: grad(lambda x: g(x).square().sum()),
     "vjp": lambda g: lambda x: by_vjp(g, x),
-    "jvp": lambda g: lambda x: by_jvp(g, x),
+    "jvp": lambda g: lambda x: sum(jvp(g, (x,), (x.cos(),))),
     "jacrev": lambda g: lambda x: jacrev(g)(x).reshape(-1, *x.shape).sum(0),
     "jacfwd": lambda g: lambda x: jacfwd(g)(x).reshape(-1, *x.shape).cos().sum(0),
     "vmap": vmap,
-    "autograd": lambda g: lambda x: by_autograd(g, x),
+    "autograd": lambda g: lambda x: torch.autograd.grad(g(x).sin().sum(), x, create_graph=True)[0],
 }
 WORDS = [word for n in (1, 2, 3) for word in itertools.product(TRANSFORMS, repeat=n)]
 
@@ -66,10 +57,6 @@ def argument(word: tuple[str, ...]) -> Tensor:
     return x
 
 
-def by_call(fn: Fn, word: tuple[str, ...]) -> Tensor:
-    return fn(argument(word).clone())
-
-
 def through(fn: Fn, word: tuple[str, ...]) -> tuple[Tensor, Tensor]:
     x = argument(word).clone().requires_grad_()
     out = fn(x)
@@ -81,7 +68,7 @@ def check(word: tuple[str, ...]) -> None:
 
     It has none for `torch.autograd.grad` directly under a `vmap` or `jvp`, where its input does not require grad.
     """
-    for run in (by_call, through):
+    for run in (lambda fn, word: fn(argument(word).clone()), through):
         try:
             expected = run(build(word, f), word)
         except RuntimeError:

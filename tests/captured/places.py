@@ -69,10 +69,6 @@ def reads_global(x: Tensor) -> Tensor:
     return work(x, G)
 
 
-def calls_reads_global(x: Tensor) -> Tensor:
-    return sum(reads_global(x) for _ in range(1))
-
-
 def set_global(w: Tensor) -> None:
     global G
     G = w
@@ -158,7 +154,7 @@ PLACES: dict[str, tuple[str, Build]] = {
     "variable of a helper": ("closure variable 'w' of held", held(
         returns, lambda h: h(), lambda h, w: setattr(h.__closure__[0], "cell_contents", w))),
     "global": ("global 'G'", outside(reads_global, set_global)),
-    "global of a helper": ("global 'G'", outside(calls_reads_global, set_global)),
+    "global of a helper": ("global 'G'", outside(lambda x: sum(reads_global(x) for _ in range(1)), set_global)),
     "global dict": ("TABLE['w'][0]", outside(lambda x: work(x, TABLE["w"][0]), lambda w: TABLE.update(w=[w]))),
     "default": ("<lambda>.__defaults__[0]", root(
         lambda w: lambda x, w=w: work(x, w), lambda fn, w: setattr(fn, "__defaults__", (w,)))),

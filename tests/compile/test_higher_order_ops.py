@@ -37,10 +37,6 @@ def random(x: Tensor, w: Tensor) -> Tensor:
     return torch.nn.functional.dropout(checkpoint_name((x @ w).sin() * noise, "h").exp(), 0.5) @ w
 
 
-def in_inner_region(x: Tensor, w: Tensor) -> Tensor:
-    return remat(branches, policy=policies.save_matmuls)(x.tanh(), w).sin()
-
-
 def loop(x: Tensor, w: Tensor) -> Tensor:
     _, y = while_loop(lambda i, _: i < 3, lambda i, a: (i + 1, a * 1.5), (torch.tensor(0), x.detach()))
     return checkpoint_name((y * x).sin(), "h").exp() @ w
@@ -79,7 +75,7 @@ ONLY_COND, NAMES = policies.save_ops(COND), policies.save_only_these_names("h")
         (of_what_is_made, {"policy": policies.everything_saveable}),
         (random, {}),
         (random, {"policy": ~policies.save_matmuls}),
-        (in_inner_region, {"policy": NAMES}),
+        (lambda x, w: remat(branches, policy=policies.save_matmuls)(x.tanh(), w).sin(), {"policy": NAMES}),
         (loop, {"policy": policies.save_matmuls}),
         (scanned, {"policy": NAMES}),
         (attention, {"policy": policies.save_matmuls}),

@@ -119,10 +119,6 @@ def nested(wrap: Wrap, **options: Any) -> Callable:
     return wrap(lambda x, w: inner(inner(x, w).cos(), w) * x, **options)
 
 
-def randomly(x: Tensor, w: Tensor) -> Tensor:
-    return (torch.nn.functional.dropout(x.sin(), 0.5) * torch.rand_like(w) @ w).exp()
-
-
 def captured(wrap: Wrap) -> Callable:
     """The dual is captured, and used in an inner region too."""
     inner = lambda x: wrap(lambda w: (w @ x).tanh())
@@ -134,7 +130,9 @@ REGIONS: dict[str, Callable[[Wrap], Callable]] = {
     "nested": nested,
     "nested, no early stop": partial(nested, early_stop=False),
     "nested, no check": partial(nested, determinism_check="none"),
-    "random": lambda wrap: wrap(randomly),
+    "random": lambda wrap: wrap(
+        lambda x, w: (torch.nn.functional.dropout(x.sin(), 0.5) * torch.rand_like(w) @ w).exp()
+    ),
     "captured": captured,
     "level": lambda wrap: lambda x, w: grad(lambda w: wrap(lambda w: torch.no_grad()(x.cos)() * w)(w).sum())(w) * x @ w,
 }

@@ -39,11 +39,6 @@ def depends(x: Tensor, y: Tensor) -> Tensor:
     return y if g is None else g.sin() * y
 
 
-def is_computed(x: Tensor, y: Tensor) -> Tensor:
-    h = x.sin()
-    return (h * 2 if h.is_leaf else h * 3) * y
-
-
 def unused(x: Tensor, y: Tensor) -> Tensor:
     return x.sin()
 
@@ -60,7 +55,7 @@ FUNCTIONS: dict[str, Callable[[Wrap], Fn]] = {
     "returned": lambda wrap: lambda x, y: sum(wrap(lambda x, y: (x.sin() * y, x, y, x * 1))(x, y)).sin(),
     "depends": lambda wrap: wrap(depends),
     "depends, nested": lambda wrap: wrap(lambda x, y: wrap(depends)(x, y).sin()),
-    "is computed": lambda wrap: wrap(is_computed),
+    "is computed": lambda wrap: wrap(lambda x, y: (h := x.sin()) * (2 if h.is_leaf else 3) * y),
     "drops": lambda wrap: wrap(lambda x, y: dropout(torch.outer(x, y).t() * 1, 0.5).sum(0)),
 }
 

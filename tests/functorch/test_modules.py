@@ -63,11 +63,7 @@ def through_params(fn: Callable, params: dict) -> Any:
     return through_autograd(lambda *values: fn(dict(zip(params, values))), *params.values())
 
 
-def of_a_bias(f: Callable, params: dict) -> Any:
-    name = "last.first.bias"
-    return hessian(lambda b: f({**params, name: b}, X))(params[name])
-
-
+BIAS = "last.first.bias"
 # The last two run a backward after the module got its own parameters back.
 TRANSFORMS: dict[str, Callable[[Callable, dict], Any]] = {
     "grad": lambda f, params: grad(f, (0, 1))(params, X),
@@ -76,7 +72,7 @@ TRANSFORMS: dict[str, Callable[[Callable, dict], Any]] = {
     "jvp": lambda f, params: jvp(f, (params, X), (params, X)),
     "jacrev": lambda f, params: jacrev(f)(params, X),
     "hessian": lambda f, params: hessian(functools.partial(f, params))(X[0]),
-    "hessian, of a parameter": of_a_bias,
+    "hessian, of a parameter": lambda f, params: hessian(lambda b: f({**params, BIAS: b}, X))(params[BIAS]),
     "autograd": lambda f, params: through_params(lambda p: f(p, X), params),
     "autograd(grad)": lambda f, params: through_params(lambda p: list(grad(f)(p, X).values()), params),
 }

@@ -61,10 +61,6 @@ def gradients(fn: Callable, args: Sequence[Tensor]) -> Any:
     return grad(loss(fn), tuple(range(len(args))))(*args)
 
 
-def norm_of_gradients(fn: Callable) -> Callable:
-    return lambda *args: [t.square() for t in real(gradients(fn, args))]
-
-
 def mapped(way: Callable) -> Callable:
     def run(fn: Callable, args: Sequence[Tensor]) -> Any:
         rows = [torch.stack([t, t * 1.01]) for t in args]
@@ -86,7 +82,9 @@ WAYS: dict[str, Callable[[Callable, Sequence[Tensor]], Any]] = {
     "jvp": lambda fn, args: jvp(fn, tuple(args), tuple(t.cos() for t in args)),
     "jvp(grad)": lambda fn, args: jvp(lambda *a: gradients(fn, a), tuple(args), tuple(t.cos() for t in args)),
     "vmap(grad)": mapped(gradients),
-    "vmap(grad(grad))": mapped(lambda fn, args: gradients(norm_of_gradients(fn), args)),
+    "vmap(grad(grad))": mapped(
+        lambda fn, args: gradients(lambda *a: [t.square() for t in real(gradients(fn, a))], args)
+    ),
 }
 
 

@@ -49,10 +49,6 @@ def test_a_region_saves_its_inputs_and_what_its_policy_says(policy: Any, own: li
     assert sources(remat(block, policy=policy), *block_args(requires_grad)) == ARGUMENTS + own
 
 
-def named_twice(x: Tensor) -> Tensor:
-    return checkpoint_name(checkpoint_name(x.exp(), "q"), "r")
-
-
 class Hidden:
     w = rand(3, grad=False)  # no search leads to the attribute of a class
     norm = nn.LayerNorm(64)
@@ -60,7 +56,7 @@ class Hidden:
 
 PLAIN: dict[str, tuple[Callable[..., Any], list[str]]] = {
     "an operation in place": (lambda x: x.exp().mul_(2).neg_().sin(), ["output of aten.neg_"]),
-    "two names": (named_twice, ["named 'q, r'"]),
+    "two names": (lambda x: checkpoint_name(checkpoint_name(x.exp(), "q"), "r"), ["named 'q, r'"]),
     "a constant": (lambda x: x * torch.tensor(2).double(), ["output of aten._to_copy"]),
     "data that no operation has made": (lambda x: x * Hidden.w, ["not made by an operation, such as a constant"]),
     "forward mode inside": (lambda x: jvp(remat(torch.sin), (x,), (x,))[1], ["argument x"]),

@@ -59,13 +59,12 @@ def own_elements(x: Tensor, s: Tensor) -> Tensor:
     return (x[:2] * mine).sin()
 
 
-def elements_in_gaps(x: Tensor, s: Tensor) -> Tensor:
-    return (x * (s.as_strided((2, 3), (6, 1)) + s.as_strided((3,), (1,), 3))).sin()
-
-
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable]] = {
     "gaps": (lambda: arange(4, 6)[:, :3], own_elements),
-    "values in gaps": (lambda: arange(4, 6)[:, :3], elements_in_gaps),
+    "values in gaps": (
+        lambda: arange(4, 6)[:, :3],
+        lambda x, s: (x * (s.as_strided((2, 3), (6, 1)) + s.as_strided((3,), (1,), 3))).sin(),
+    ),
     "transposed, gaps": (lambda: arange(6, 4).t()[:, ::2], own_elements),
     "offset": (lambda: arange(5, 3)[2:4], own_elements),
     "expanded": (lambda: arange(1).expand(2), lambda x, s: (x[:2] * s).sin()),
