@@ -101,17 +101,9 @@ def changes_a_buffer(x: Tensor, buffer: Tensor) -> Tensor:
 
 
 class Sine(torch.autograd.Function):
-    @staticmethod
-    def forward(x: Tensor) -> Tensor:
-        return x.sin()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> Tensor:
-        return cotangent * ctx.saved_tensors[0].cos() * 2
+    forward = staticmethod(lambda x: x.sin())
+    setup_context = staticmethod(lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]))
+    backward = staticmethod(lambda ctx, cotangent: cotangent * ctx.saved_tensors[0].cos() * 2)
 
 
 def summed(fn: Callable, arguments: Callable = lambda x: (x,)) -> Callable:
@@ -124,9 +116,13 @@ def summed(fn: Callable, arguments: Callable = lambda x: (x,)) -> Callable:
     return make
 
 
+def blocks(wrap: Callable, depth: int) -> Callable:
+    return grad(loss(wrap, depth), (0, 1, 2))
+
+
 def of_gradients(wrap: Callable) -> Callable:
-    f = loss(wrap, 3)
-    return grad(lambda *args: sum(g.sin().sum() for g in grad(f, (0, 1, 2))(*args)), (0, 1, 2))
+    f = blocks(wrap, 3)
+    return lambda *args: sum(g.sin().sum() for g in f(*args))
 
 
 def of_a_norm(wrap: Callable) -> Callable:
@@ -137,9 +133,9 @@ def of_a_norm(wrap: Callable) -> Callable:
 
 # The compiled function, its arguments, and the peak with regions relative to that without: None if regions are inlined.
 CASES: dict[str, tuple[Callable, list, float | None]] = {
-    "grad": (lambda wrap: grad(loss(wrap, 3), (0, 1, 2)), [X, W1, W2], 0.65),
+    "grad": (lambda wrap: blocks(wrap, 3), [X, W1, W2], 0.65),
     "vjp": (of_a_pullback, [X, W1, W2], 0.65),
-    "grad of grad": (of_gradients, [X, W1, W2], 0.8),
+    "grad of grad": (lambda wrap: grad(of_gradients(wrap), (0, 1, 2)), [X, W1, W2], 0.8),
     "vmap of grad": (lambda wrap: vmap(grad(loss(wrap, 3), (0, 1, 2)), (0, None, None)), [BATCH, W1, W2], 0.65),
     "grad of vmap": (
         lambda wrap: grad(lambda *args: vmap(loss(wrap, 3), (0, None, None))(*args).sum(), (0, 1, 2)),
@@ -202,10 +198,6 @@ def test_values_with_each_backend_and_under_policies(backend: str, name: str, po
     torch.testing.assert_close(torch.compile(f, backend=backend)(*args), make(plain)(*args))
 
 
-def blocks(wrap: Callable, depth: int) -> Callable:
-    return grad(loss(wrap, depth), (0, 1, 2))
-
-
 def test_the_peak_of_eight_blocks() -> None:
     """The documentation has these numbers."""
     args = inputs(64, 32)
@@ -253,16 +245,11 @@ def test_the_allocations_of_inductor_for_eight_blocks() -> None:
 
 def test_a_gradient_of_parameters_that_require_grad_saves_inputs_of_regions() -> None:
     """Autograd differentiates the graph again: its regions are checkpointed."""
-
-    def make(wrap: Callable) -> Callable:
-        f = grad(loss(wrap, 3), (0, 1, 2))
-        return lambda *args: sum(g.sin().sum() for g in f(*args))
-
     args = [t.double() for t in inputs(32, 16)]
-    expected = value_and_grads(make(plain), *args)
+    expected = value_and_grads(of_gradients(plain), *args)
 
     def measured(wrap: Callable) -> int:
-        graphs, result = graphs_of(make(wrap), value_and_grads, *args)
+        graphs, result = graphs_of(of_gradients(wrap), value_and_grads, *args)
         torch.testing.assert_close(result, expected)
         return handed_over(graphs.backward)
 
