@@ -373,7 +373,7 @@ def test_a_backward_inside_of_autocast(take: Callable, policy: Any, debug: bool)
             cast_before = MODEL[2](x).float()
             return [take(f, x), take(lambda x: f(x) + cast_before, x)]
 
-    assert_same(results(remat(policy=policy, debug=debug)), results(lambda f: f))
+    assert_same(results(remat(policy=policy, debug=debug)), results(plain_function))
 
 
 def test_the_precision_of_one_backend_is_left_alone() -> None:
@@ -416,7 +416,7 @@ def test_a_derivative_inside_of_autocast_is_recomputed_outside() -> None:
             loss = torch.func.grad(attention)(x).square().mean()
         return grad(loss, x)
 
-    actual, expected = penalty(remat), penalty(lambda f: f)
+    actual, expected = penalty(remat), penalty(plain_function)
     assert (actual - expected).abs().max() < 0.05 * expected.abs().max()  # plain bfloat16 rounds sums in another order
 
 
@@ -482,11 +482,11 @@ def captured(generator: Any, draw: Callable) -> Callable:
 @pytest.mark.parametrize("kind", HELD)
 def test_generators_that_a_users_code_owns(kind: str, build: Callable, policy: Any, take: Callable) -> None:
     make, draw = HELD[kind]
-    x, results = torch.randn(2, 4, 8, requires_grad=True), []
-    for wrap in (remat(policy=policy), lambda fn: fn):
+    x = torch.randn(2, 4, 8, requires_grad=True)
+
+    def run(wrap: Callable) -> Any:
         generator = make(3)
-        fn = wrap(build(generator, draw))
-        results.append(
-            (take(lambda x: fn(x, {"g": generator} if build is passed else {}), nullcontext, x), draw(generator))
-        )
-    assert_same(*results)
+        fn, held = wrap(build(generator, draw)), {"g": generator} if build is passed else {}
+        return take(lambda x: fn(x, held), nullcontext, x), draw(generator)
+
+    assert_same_results(run, remat(policy=policy), plain_function)
