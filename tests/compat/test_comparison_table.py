@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import ROOT, assert_same, rand
+from cases import ROOT, assert_same, gradient, rand
 from cases import module as made
 from comparison import FAIRSCALE
 from torch import Tensor, nn
@@ -106,11 +106,6 @@ def outcome(program: Program, wrap: Wrapper) -> str:
     return "yes"
 
 
-def first_derivative(wrap: Wrapper) -> Any:
-    x = rand(3, 4)
-    return torch.autograd.grad(loss(wrap)(x), x)
-
-
 def second_derivative(wrap: Wrapper) -> Any:
     x = rand(3, 4)
     loss(wrap)(x).backward(create_graph=True)
@@ -163,7 +158,7 @@ def works(*programs: Program) -> Callable[[str], str]:
 
 def by_autograd(column: str) -> str:
     """Both derivatives have the same outcome, except the second one with a choice."""
-    cell, twice = works(first_derivative)(column), partial(outcome, second_derivative)
+    cell, twice = works(lambda wrap: gradient(loss(wrap), rand(3, 4)))(column), partial(outcome, second_derivative)
     assert twice(WRAPPERS[column]) == cell
     return cell if {*map(twice, CHOICES[column][1])} <= {cell} else f"{cell}; selective: no double backward"
 

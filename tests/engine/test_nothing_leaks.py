@@ -15,9 +15,7 @@ from remat import is_recomputing, policies, remat
 
 
 class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
+    forward = staticmethod(lambda ctx, x: x.view_as(x))
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:

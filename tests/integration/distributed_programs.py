@@ -115,17 +115,13 @@ class Way(NamedTuple):
     place: int = 1
 
 
-def is_block(module: nn.Module) -> bool:
-    return isinstance(module, Block)
-
-
 def selective(ops: list) -> Callable:
     return functools.partial(create_selective_checkpoint_contexts, ops)
 
 
 def by_torch(**options: Any) -> Callable[[nn.Module], None]:
     wrap = functools.partial(torchs.checkpoint_wrapper, checkpoint_impl=torchs.CheckpointImpl.NO_REENTRANT, **options)
-    return lambda model: torchs.apply_activation_checkpointing(model, wrap, is_block)
+    return lambda model: torchs.apply_activation_checkpointing(model, wrap, lambda module: isinstance(module, Block))
 
 
 def by_regions(policy: Any = None) -> Callable[[nn.Module], Any]:

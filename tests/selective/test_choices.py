@@ -85,10 +85,6 @@ def without_grad(x: Tensor) -> Tensor:
     return (x / scale).softmax(-1) @ W.tanh()
 
 
-def by_length_of_name(op: Any, args: tuple, kwargs: dict, result: Any) -> int:
-    return len(str(op))
-
-
 SMALL = [chain, shared, noisy, drawn, several, in_place, without_grad]
 functions = pytest.mark.parametrize("fn", [*SMALL, normed], ids=lambda fn: fn.__name__)
 
@@ -105,7 +101,7 @@ def solved(fn: Callable, cost: Cost = "roofline") -> tuple[Problem, Callable[[Ch
 
 
 @pytest.mark.parametrize(
-    ("fn", "cost"), [*((fn, by_length_of_name) for fn in SMALL), (several, "flops"), (noisy, "roofline")]
+    ("fn", "cost"), [*((fn, lambda op, *_: len(str(op))) for fn in SMALL), (several, "flops"), (noisy, "roofline")]
 )
 def test_no_choice_is_better(fn: Callable, cost: Cost) -> None:
     """Compared with all subsets of the steps."""
@@ -322,14 +318,11 @@ def twice(fn: Callable) -> Callable:
     return lambda x: fn(fn(x.sin()) * 2).cos()
 
 
-def with_gradient(fn: Callable, x: Tensor) -> Tensor:
-    y = fn(x)
-    return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
-
-
 AROUND: dict[str, Callable[[Callable], Callable]] = {
     "a region": lambda fn: remat.remat(twice(fn)),
-    "a region that differentiates": lambda fn: remat.remat(lambda x: with_gradient(fn, x)),
+    "a region that differentiates": lambda fn: remat.remat(
+        lambda x: (y := fn(x)) + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+    ),
     "torch's checkpoint": lambda fn: lambda x: checkpoint(twice(fn), x, use_reentrant=False),
     "vmap(grad)": lambda fn: lambda x: vmap(grad(lambda x: remat.remat(twice(fn))(x).sum()))(x),
 }
