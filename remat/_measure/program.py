@@ -229,8 +229,6 @@ class Program:
         ambient = Ambient({t.device for t in tensors}, [each for _, each in self._generators], True)
         with ExitStack() as stack:  # if one can't be restored, the others still are
             stack.enter_context(ambient.restored())
-            torch.autocast_decrement_nesting()  # as outside: autocast in the program drops its casts where it ends
-            stack.callback(torch.autocast_increment_nesting)
             stack.callback(drop_gradient_hooks, tensors, RemovableHandle.next_id)
             for tensor in tensors:
                 stack.callback(_restore, tensor, tensor.detach(), tensor.requires_grad, tensor.is_leaf and tensor.grad)

@@ -40,12 +40,11 @@ class Arguments:
         result: Any = self.spec.unflatten(leaves)
         return result
 
-    def contents(self, filled: Any) -> Any:
-        """What the containers among these ``filled`` arguments hold, to be compared; None if there are none."""
+    def contents(self, filled: Any) -> list[int]:
+        """The ids of what the containers among these ``filled`` arguments hold; none if there are no containers."""
         if self.spec.num_nodes == self.spec.num_leaves + 3:  # the tuple and the dict of a call, in a pair
-            return None
-        leaves, spec = trees.flatten(filled)
-        return [*map(id, leaves)], spec
+            return []
+        return [*map(id, trees.flatten(filled)[0])]
 
     def name(self, fn: Any, i: int) -> str:
         """The name of the i-th operand in errors: the parameter of ``fn`` or, in a built-in function, the position."""
