@@ -41,4 +41,7 @@ __all__ = [
     "saved_residuals", "scan", "sequential",
 ]  # fmt: skip
 __version__ = "0.1.0"
-__dir__ = [*__all__, "__version__"].copy  # completion lists no other names
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

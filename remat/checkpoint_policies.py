@@ -30,7 +30,11 @@ __all__ = [
     "everything_saveable", "nothing_saveable", "offload_dot_with_no_batch_dims", "save_and_offload_only_these_names",
     "save_any_names_but_these", "save_anything_except_these_names", "save_from_both_policies", "save_only_these_names",
 ]  # fmt: skip
-__dir__ = __all__.copy  # completion lists no other names
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
 
 if not TYPE_CHECKING:
 

@@ -23,7 +23,11 @@ from ._region.options import DeterminismCheck, Options, checked_options
 from .errors import shown
 
 __all__ = ["BlockBudget", "BlockChoice", "Plan", "RegionPlan", "apply", "budget", "every", "load", "undo"]
-__dir__ = __all__.copy  # completion lists no other names
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 M = TypeVar("M", bound=torch.nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -31,7 +31,11 @@ __all__ = [
     "save_anything_except_these_names", "save_attention", "save_collectives", "save_convolutions", "save_if",
     "save_matmuls", "save_matmuls_without_batch_dims", "save_only_these_names", "save_ops",
 ]  # fmt: skip
-__dir__ = __all__.copy  # completion lists no other names
+
+
+def __dir__() -> list[str]:
+    return [*__all__]
+
 
 if not TYPE_CHECKING:
 
