@@ -195,20 +195,20 @@ class Frame:
 def _is_passed(tensor: torch.Tensor) -> bool:
     """Whether the current backward pass goes on behind a tensor."""
     with private.without_dispatch(), torch.inference_mode(False):
-        node = tensor.grad_fn
-    if node is None or not private.will_execute_node(node):
-        return False
-    try:
-        return any(private.will_execute_node(each) for each, _ in node.next_functions if each is not None)
-    except RuntimeError:  # a leaf whose gradient is requested
-        return True
+        node: Any = tensor.grad_fn
+    return _executes(node) and any(_executes(each) for each, _ in node.next_functions)
 
 
 def _is_reached(tensor: torch.Tensor) -> bool:
     """Whether the current backward pass computes the gradient of this tensor."""
+    return _executes(torch.autograd.graph.get_gradient_edge(tensor).node)
+
+
+def _executes(node: Any) -> bool:
+    """Whether the current backward pass executes a node, which is None where no gradient is needed."""
     try:
-        return private.will_execute_node(torch.autograd.graph.get_gradient_edge(tensor).node)
-    except RuntimeError:  # a leaf whose gradient is requested
+        return node is not None and private.will_execute_node(node)
+    except RuntimeError:  # of a leaf whose gradient is requested
         return True
 
 
