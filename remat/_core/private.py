@@ -163,13 +163,12 @@ def gradient_hooks(tensor: torch.Tensor) -> tuple[dict, dict]:
     return tensor._backward_hooks or {}, tensor._post_accumulate_grad_hooks or {}
 
 
-def backward_hooks(tensor: torch.Tensor) -> dict | None:
-    """A copy of the hooks on a tensor's gradient, for a tensor that takes its place in a recompute."""
-    return tensor._backward_hooks and OrderedDict(tensor._backward_hooks)
+backward_hooks = attrgetter("_backward_hooks")  # for many tensors; None if there are none
 
 
 def set_backward_hooks(tensor: torch.Tensor, hooks: dict) -> None:
-    tensor._backward_hooks = hooks
+    """Give a tensor hooks on its gradient, those of the tensor whose place it takes in a recompute."""
+    tensor._backward_hooks = OrderedDict(hooks)
 
 
 _mode, _PROXY, _jit_traces = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY, torch._C._is_tracing

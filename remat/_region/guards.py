@@ -74,7 +74,8 @@ class Guard(Held):
         self._name, self._i = name, i
         self.requires_grad = tensor.requires_grad
         self.leaf = _leafness(tensor)
-        self._hooks = private.backward_hooks(tensor)
+        hooks = private.backward_hooks(tensor)
+        self._hooks = hooks and hooks.copy()
         self.packed: Packed | None = None  # what hooks around the region have made of it
         self._copy: torch.Tensor | None = None
         self._differs: _Comparison | None = None
@@ -266,6 +267,18 @@ class Guards(list[Guard]):
         """
         found = [t for guard, t in zip(self, again) if _may_be_statistics(t) and guard.copy is None]
         return _kept(found) if found else nullcontext()
+
+
+@contextmanager
+def switches_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Within, ``requires_grad`` of these tensors may change: a recompute may stop before it is switched back."""
+    before = [tensor.requires_grad for tensor in tensors]
+    try:
+        yield
+    finally:
+        for tensor, requires_grad in zip(tensors, before):
+            if tensor.requires_grad is not requires_grad:
+                tensor.requires_grad_(requires_grad)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
 from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import stride_of
-from .guards import hand_captured
+from .guards import hand_captured, switches_kept
 from .hooks import Hooks
 from .inputs import Inputs
 from .options import UNFINISHED, Options
@@ -129,15 +129,10 @@ class Region:
                 first_hook = RemovableHandle.next_id
                 operands, captured = inputs.again(operands)
                 kept = inputs.captured.statistics_kept(captured)
-                flags = [(tensor, tensor.requires_grad) for tensor in captured]
-                try:
-                    with inputs.bound_again(operands, captured), inputs.captured.watched(captured), kept:
-                        args, kwargs = inputs.arguments.filled(operands)
-                        result = self._called(args, kwargs, run, [*operands, *captured], again=True)
-                finally:  # it may have stopped before the function switched them back
-                    for tensor, flag in flags:
-                        if tensor.requires_grad is not flag:
-                            tensor.requires_grad_(flag)
+                variables, watched = inputs.bound_again(operands, captured), inputs.captured.watched(captured)
+                with variables, watched, kept, switches_kept(captured):
+                    args, kwargs = inputs.arguments.filled(operands)
+                    result = self._called(args, kwargs, run, [*operands, *captured], again=True)
                 several = self.graded or len(self.kinds) > 1
                 # The first run refused hooks on what required grad in it; more tensors may in a recompute.
                 if RemovableHandle.next_id != first_hook and several and private.GRAD in self.kinds:
