@@ -54,7 +54,7 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
     @wraps(forward)
     def checked(*args: Any, **kwargs: Any) -> Any:
         check_library_is_off(module, f"a {type(module).__name__}")
-        if module.training and torch.is_grad_enabled() and (torch.compiler.is_compiling() or not is_disabled()):
+        if module.training and torch.is_grad_enabled() and not is_disabled():
             args, kwargs = _without_cache(module, args, kwargs)
         return forward(*args, **kwargs)
 

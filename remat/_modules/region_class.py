@@ -55,33 +55,35 @@ Regions = tuple[Options | None, ...]  # the innermost first; None is the region 
 IN_PLACE = "_remat"  # the module's attribute with the options of the region that was made in place
 
 
-class _Forward:
-    """The attribute ``forward`` of these classes: on a module the region, on the class a function that calls it.
+def _forward(module: Any) -> Any:
+    """Return the region, also around a ``forward`` that was set on the module itself."""
+    forward, own = module.__dict__.get("forward"), type(module)._remat_own
+    in_place = module.__dict__.get(IN_PLACE)
+    layers = [each or in_place for each in regions_of(module) if each or in_place]
+    if torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't make bound methods, or nest two regions
+        forward = forward or (lambda *args, **kwargs: own.forward(module, *args, **kwargs))
+        layers = layers[-1:]
+    elif forward is None:
+        forward = super(_Region, module).forward
+    for options in layers:
+        forward = segmented(module, options) if options.segments else Remat(forward, options, known_of(module))
+    return as_library_checkpoints(module, forward) if layers else forward
 
-    It takes precedence over a ``forward`` that was set on the module itself, and the region is around that one.
-    """
+
+def _set_forward(module: Any, value: Callable) -> None:
+    module.__dict__["forward"] = value
+
+
+def _delete_forward(module: Any) -> None:
+    if module.__dict__.pop("forward", None) is None:
+        raise AttributeError("forward")
+
+
+class _Forward(property):  # Dynamo's guards take what another descriptor gives the class for the descriptor itself
+    """The attribute ``forward`` of these classes: on a module the region, on the class a function that calls it."""
 
     def __get__(self, module: Any, cls: Any = None) -> Any:
-        if module is None:
-            return cls._remat_forward
-        forward, own = module.__dict__.get("forward"), type(module)._remat_own
-        in_place = module.__dict__.get(IN_PLACE)
-        layers = [each or in_place for each in regions_of(module) if each or in_place]
-        if torch.compiler.is_compiling():  # Dynamo of torch 2.11 can't make bound methods, or nest two regions
-            forward = forward or (lambda *args, **kwargs: own.forward(module, *args, **kwargs))
-            layers = layers[-1:]
-        elif forward is None:
-            forward = super(_Region, module).forward  # type: ignore[misc]
-        for options in layers:
-            forward = segmented(module, options) if options.segments else Remat(forward, options, known_of(module))
-        return as_library_checkpoints(module, forward) if layers else forward
-
-    def __set__(self, module: Any, value: Callable) -> None:
-        module.__dict__["forward"] = value
-
-    def __delete__(self, module: Any) -> None:
-        if module.__dict__.pop("forward", None) is None:
-            raise AttributeError("forward")
+        return cls._remat_forward if module is None else _forward(module)
 
 
 class _Compiled:
@@ -103,7 +105,7 @@ class _Region:
     _remat_regions: Regions
     _remat_forward: Callable
     _compiled_call_impl = _Compiled()
-    forward = _Forward()  # in a base, because Dynamo doesn't call a descriptor in the module's class itself
+    forward = _Forward(_forward, _set_forward, _delete_forward)
 
     def __init_subclass__(cls) -> None:
         """Don't call the method of the module's own class, which may replace ``forward``."""
@@ -121,9 +123,7 @@ def _region_class(own: Any, regions: Regions) -> Any:
     for known in type.__subclasses__(own):
         if known.__bases__[0] is _Region and known._remat_regions == regions:
             return known
-    forward = wraps(own.forward)(
-        lambda self, *args, **kwargs: _Region.__dict__["forward"].__get__(self)(*args, **kwargs)
-    )
+    forward = wraps(own.forward)(lambda self, *args, **kwargs: _forward(self)(*args, **kwargs))
     names: dict[str, Any] = {"_remat_own": own, "_remat_regions": regions, "_remat_forward": forward}
     # For code that looks at the name of the class.
     names.update((name, getattr(own, name)) for name in ("__module__", "__qualname__", "__doc__"))

@@ -253,9 +253,14 @@ def test_compile() -> None:
     without, expected = compiled(plain)
     its_own, _ = compiled(own_transformer(copy.deepcopy(plain)))
     for policy in (None, policies.save_matmuls):
-        products, result = compiled(applied(copy.deepcopy(plain), policy))
+        ours = applied(copy.deepcopy(plain), policy)
+        products, result = compiled(ours)
         assert products == (its_own if policy is None else without)
         torch.testing.assert_close(result, expected)
+        with remat.disable_remat():
+            out = torch.compile(ours, backend="eager")(IDS, use_cache=True)
+        torch.testing.assert_close(out.logits, plain(IDS).logits)
+        assert out.past_key_values.get_seq_length() == IDS.shape[1]
     assert without < its_own
 
 

@@ -347,6 +347,19 @@ def test_a_compiled_model_with_nested_regions() -> None:
     assert_same(step(model), step(plain))
 
 
+class ReadsItsClass(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (type(self).forward is ReadsItsClass.forward)
+
+
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode, disable_remat])
+def test_a_compiled_layer_that_reads_the_forward_of_its_class(without: Callable) -> None:
+    torch._dynamo.reset()
+    model = remat.nn.apply(nn.Sequential(ReadsItsClass(4, 4)).double(), ReadsItsClass)
+    with without():
+        assert_same(torch.compile(model, backend="eager")(X), model(X))
+
+
 @every_way
 def test_everything_is_freed_without_cycles_and_classes_are_made_once(way: str) -> None:
     model = regions(way)
