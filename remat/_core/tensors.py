@@ -125,8 +125,8 @@ def is_recorded(tensor: torch.Tensor) -> bool:
 
 
 def is_dual(tensor: torch.Tensor) -> bool:
-    """Whether a tensor carries a tangent of the active forward-mode level."""
-    return private.dual_level_active() and fwAD.unpack_dual(tensor).tangent is not None
+    """Whether a tensor carries a tangent of the active forward-mode level. Sparse and nested tensors can't."""
+    return private.dual_level_active() and is_dense(tensor) and fwAD.unpack_dual(tensor).tangent is not None
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

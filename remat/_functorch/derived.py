@@ -86,9 +86,8 @@ class Jvp(Derived):
 
 
 def _moves(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a tangent of the current level. torch gives none to sparse tensors."""
-    here = [t for t in chain(tensor) if private.level_of(t) == private.current_level()]
-    return any(t.layout is torch.strided and is_dual(t) for t in here)
+    """Whether a tensor has a tangent of the current level."""
+    return any(is_dual(t) for t in chain(tensor) if private.level_of(t) == private.current_level())
 
 
 _GOT_TANGENT = (

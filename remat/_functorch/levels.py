@@ -20,7 +20,7 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.passes import nearest_engine_call
 from .._core.state import own_work
-from .._core.tensors import is_dual, overlapping
+from .._core.tensors import is_dense, is_dual, overlapping
 from .._region.error_context import with_region
 from ..errors import MutationError, RematError
 from .bottom import Call, is_followed_by_autograd
@@ -69,7 +69,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
 
 def _at_jvp(interpreter: Any, region: Any, operands: Tensors, call: Call, wanted: Sequence[bool]) -> list:
     level = interpreter.level()
-    duals = [fwAD.unpack_dual(t) if private.level_of(t) == level else (t, None) for t in operands]
+    duals = [fwAD.unpack_dual(t) if private.level_of(t) == level and is_dense(t) else (t, None) for t in operands]
     primals = [private.unwrap_grad(private.unwrap_if_dead(primal), level) for primal, _ in duals]
     tangents = [private.unwrap_grad(private.unwrap_if_dead(t), level) for _, t in duals if t is not None]
     mask = tuple(t is not None for _, t in duals)

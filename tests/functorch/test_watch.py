@@ -153,9 +153,10 @@ def test_a_constant_or_detached_tensor_may_be_stored_and_any_under_vmap_only(tra
     assert_same(ALL[transform](region, V), ALL[transform](region, V), exact=False)
 
 
-def test_a_sparse_constant_may_be_stored_under_jvp() -> None:
-    kept = list[Tensor]()
+def test_a_sparse_constant_may_be_stored_or_captured_under_jvp() -> None:
+    kept, captured = list[Tensor](), torch.eye(4).to_sparse()
     both(lambda wrap: jvp(wrap(lambda x: (kept.append(torch.eye(4).to_sparse()), x.sin())[1]), (X,), (Y,)))
+    both(lambda wrap: jvp(wrap(lambda x: x.sin() if captured.is_sparse else x), (X,), (Y,)))
 
 
 # Results that are no trees, made of a tensor.
