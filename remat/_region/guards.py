@@ -260,38 +260,29 @@ class Guards(list[Guard]):
         stale = {id(tensor): guard.message() for guard, tensor in zip(self, again) if guard.stale is not None}
         return Stale(stale) if stale else nullcontext()
 
-    def statistics_kept(self, again: Sequence[torch.Tensor]) -> AbstractContextManager:
-        """Within, batch norm may write to statistics in a recompute, though the first run changed none of their values.
+    @contextmanager
+    def kept(self, again: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Within, a recompute may change ``requires_grad`` of its tensors, as it may stop before it is switched back.
 
-        ``again`` are the tensors of the recompute. Copies may stay changed: the recompute may save them.
+        And batch norm may write to statistics, though the first run changed none of their values. Copies may stay
+        changed: the recompute may save them.
         """
-        found = [t for guard, t in zip(self, again) if _may_be_statistics(t) and guard.copy is None]
-        return _kept(found) if found else nullcontext()
-
-
-@contextmanager
-def switches_kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Within, ``requires_grad`` of these tensors may change: a recompute may stop before it is switched back."""
-    before = [tensor.requires_grad for tensor in tensors]
-    try:
-        yield
-    finally:
-        for tensor, requires_grad in zip(tensors, before):
-            if tensor.requires_grad is not requires_grad:
-                tensor.requires_grad_(requires_grad)
-
-
-@contextmanager
-def _kept(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    with own_work(), unseen(), private.without_levels():
-        before = [(tensor, _version(tensor), copied(tensor)) for tensor in tensors]
-    try:
-        yield
-    finally:
-        with own_work(), unseen(), private.without_levels():
-            for tensor, version, value in before:
-                if _version(tensor) == version:  # batch norm leaves no trace in it
-                    tensor.data.copy_(value)
+        switches = [tensor.requires_grad for tensor in again]
+        statistics = [t for guard, t in zip(self, again) if _may_be_statistics(t) and guard.copy is None]
+        if statistics:
+            with own_work(), unseen(), private.without_levels():
+                before = [(tensor, _version(tensor), copied(tensor)) for tensor in statistics]
+        try:
+            yield
+        finally:
+            for tensor, requires_grad in zip(again, switches):
+                if tensor.requires_grad is not requires_grad:
+                    tensor.requires_grad_(requires_grad)
+            if statistics:
+                with own_work(), unseen(), private.without_levels():
+                    for tensor, version, value in before:
+                        if _version(tensor) == version:  # batch norm leaves no trace in it
+                            tensor.data.copy_(value)
 
 
 def hand_operands(hooks: Hooks | None, operands: Guards, uses: Iterable[tuple[int, int]] | None = None) -> None:

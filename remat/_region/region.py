@@ -23,7 +23,7 @@ from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
 from .error_context import LOGGER, log_saved, with_region
 from .fingerprints import stride_of
-from .guards import hand_captured, switches_kept
+from .guards import hand_captured
 from .hooks import Hooks
 from .inputs import Inputs
 from .options import UNFINISHED, Options
@@ -128,9 +128,8 @@ class Region:
             with turn(), recomputing(self.options.override, Answers(self.answers)), self.ambient.restored():
                 first_hook = RemovableHandle.next_id
                 operands, captured = inputs.again(operands)
-                kept = inputs.captured.statistics_kept(captured)
                 variables, watched = inputs.bound_again(operands, captured), inputs.captured.watched(captured)
-                with variables, watched, kept, switches_kept(captured):
+                with variables, watched, inputs.captured.kept(captured):
                     args, kwargs = inputs.arguments.filled(operands)
                     result = self._called(args, kwargs, run, [*operands, *captured], again=True)
                 several = self.graded or len(self.kinds) > 1
