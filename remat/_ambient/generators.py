@@ -26,15 +26,11 @@ def global_generators(devices: tuple[torch.device, ...]) -> tuple[Any, ...]:
 
 
 class HostGenerator:
-    """A global generator of the host. Regions share its state, of up to 30 KB, until numbers are drawn.
+    """A global generator of the host. Regions share its state, of up to 30 KB, until numbers are drawn."""
 
-    ``identify`` returns a key that identifies a state.
-    """
-
-    def __init__(
-        self, name: str, read: Callable[[], Any], write: Callable[[Any], object], identify: Callable[[Any], Any]
-    ) -> None:
-        self.name, self._read, self.set_state, self._identify = name, read, write, identify
+    def __init__(self, name: str, read: Callable, write: Callable, identify: Callable) -> None:
+        self.name, self._read, self.set_state = name, read, write
+        self._identify = identify  # returns a key that identifies a state
         self._key: Any = None  # of the last state
         self._state: Any = None
 
@@ -46,18 +42,20 @@ class HostGenerator:
         return self._state
 
 
-class _NumPy(HostGenerator):
+class _NumPy:
     """NumPy takes 30 us to return its state, so the generator's memory is compared first, at an address from NumPy.
 
     NumPy also stores one of each pair of normal variates. If it had one at these bits, they don't identify the state.
     """
 
+    name = "NumPy's random"
+
     def __init__(self) -> None:
-        super().__init__("NumPy's random", self._read_numpy, self._write_numpy, self._identify_numpy)
-        self._bits: bytes | None = None
+        self._bits: bytes | None = None  # of the last state
+        self._state: Any = None
         self._had_half = False
 
-    def _read_numpy(self) -> Any:
+    def get_state(self) -> Any:
         numpy = sys.modules["numpy"].random
         generator, bits = numpy.get_bit_generator(), None
         if type(generator) is numpy.MT19937:  # the memory of the Mersenne twister: 624 words and the position
@@ -66,14 +64,12 @@ class _NumPy(HostGenerator):
         if known and not self._had_half:
             return self._state
         state = numpy.get_state(legacy=False)
-        self._had_half = known or state["has_gauss"] == 1
-        self._bits = bits
-        return state
+        self._bits, self._had_half = bits, known or state["has_gauss"] == 1
+        if not known or any(state[name] != self._state[name] for name in ("has_gauss", "gauss")):
+            self._state = state
+        return self._state
 
-    def _identify_numpy(self, state: Any) -> Any:
-        return object() if self._bits is None else (self._bits, state["has_gauss"], state["gauss"])
-
-    def _write_numpy(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         if self.get_state() is not state:
             sys.modules["numpy"].random.set_state(state)
 
