@@ -189,7 +189,8 @@ class Frame:
         if any(tensor is None for tensor in inputs):
             return False
         with private.without_dispatch(), torch.inference_mode(False):
-            return all(_is_reached(tensor) for tensor in inputs if is_in_graph(tensor))
+            edges = (torch.autograd.graph.get_gradient_edge(tensor) for tensor in inputs if is_in_graph(tensor))
+            return all(_executes(edge.node) for edge in edges)
 
 
 def _is_passed(tensor: torch.Tensor) -> bool:
@@ -197,11 +198,6 @@ def _is_passed(tensor: torch.Tensor) -> bool:
     with private.without_dispatch(), torch.inference_mode(False):
         node: Any = tensor.grad_fn
     return _executes(node) and any(_executes(each) for each, _ in node.next_functions)
-
-
-def _is_reached(tensor: torch.Tensor) -> bool:
-    """Whether the current backward pass computes the gradient of this tensor."""
-    return _executes(torch.autograd.graph.get_gradient_edge(tensor).node)
 
 
 def _executes(node: Any) -> bool:
@@ -214,11 +210,6 @@ def _executes(node: Any) -> bool:
 
 class Filler(RegionHooks):
     """One recompute of a region: hooks that count the tensors that autograd saves, and put them into the live slots."""
-
-    __slots__ = (
-        "attempt", "count", "difference", "frame", "is_last", "last_slot", "look", "options", "slots",
-        "stopped", "to_the_end",
-    )  # fmt: skip
 
     def __init__(self, frame: Frame, slots: list[Slot | None], to_the_end: bool = False, last: bool = False) -> None:
         self.frame = frame
@@ -283,7 +274,7 @@ class Filler(RegionHooks):
 
     def release(self) -> None:
         """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""
-        del self.attempt, self.difference, self.frame, self.slots, self.last_slot
+        self.__dict__.clear()
 
     def go_back(self, count: int) -> None:
         self.count = count
