@@ -139,13 +139,9 @@ def override(
         ...     loss = model(torch.ones(2, 4)).sum()
         >>> loss.backward()  # compares the operations of both runs, and all values
     """
-    options = {
-        "preserve_rng_state": preserve_rng_state,
-        "determinism_check": determinism_check,
-        "early_stop": early_stop,
-        "debug": debug,
-    }
-    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    names = "preserve_rng_state", "determinism_check", "early_stop", "debug"
+    values = preserve_rng_state, determinism_check, early_stop, debug
+    given: dict[str, Any] = {name: value for name, value in zip(names, values) if value is not None}
     if policy != "unchanged":
         given["policy"] = policy
     checked = checked_options(**given)
