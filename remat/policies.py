@@ -11,16 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ._policy import operators
 from ._policy.names import Names
-from ._policy.operators import (
-    ATTENTION,
-    COLLECTIVES,
-    CONVOLUTIONS,
-    MATMULS,
-    MATMULS_WITHOUT_BATCH_DIMS,
-    is_unbatched_einsum,
-    makers_of,
-)
 from ._policy.policy import Budget, If, Offload, Ops, Policy, PolicyLike, as_policy, saving
 from ._policy.policy import Preset as _Preset
 from ._policy.predicates import checked_predicate
@@ -49,13 +41,13 @@ if not TYPE_CHECKING:
 nothing_saveable: Policy = as_policy(None)
 everything_saveable: Policy = _Preset(~nothing_saveable, "everything_saveable", "Saves all that the backward uses.")
 save_matmuls: Policy = _Preset(
-    Ops(MATMULS),
+    Ops(operators.MATMULS),
     "save_matmuls",
     """Saves the results of matrix products and convolutions, as JAX's ``dots_saveable`` does.
     :data:`save_matmuls_without_batch_dims` saves no convolutions: add them by ``| save_convolutions``.""",
 )
 save_matmuls_without_batch_dims: Policy = _Preset(
-    Ops(MATMULS_WITHOUT_BATCH_DIMS) | Ops(frozenset({"aten::bmm"})) & If(is_unbatched_einsum),
+    Ops(operators.MATMULS_WITHOUT_BATCH_DIMS) | Ops(operators.named("bmm")) & If(operators.is_unbatched_einsum),
     "save_matmuls_without_batch_dims",
     """Saves the results of products with weights, as in linear layers, but not of batched products such as attention
     scores, and not of convolutions. A ``bmm`` of batch size 1 that ``torch.einsum`` issues for two matrices counts as
@@ -63,14 +55,16 @@ save_matmuls_without_batch_dims: Policy = _Preset(
     derivative under ``vmap``, that is usually a batched product.""",
 )
 save_attention: Policy = _Preset(
-    Ops(ATTENTION),
+    Ops(operators.ATTENTION),
     "save_attention",
     """Saves the results of fused attention kernels: the output, the logsumexp and the state of the dropout. Where torch
     computes attention from matrix products and a softmax, there is no such kernel, and nothing is saved.""",
 )
-save_convolutions: Policy = _Preset(Ops(CONVOLUTIONS), "save_convolutions", "Saves the results of convolutions.")
+save_convolutions: Policy = _Preset(
+    Ops(operators.CONVOLUTIONS), "save_convolutions", "Saves the results of convolutions."
+)
 save_collectives: Policy = _Preset(
-    Ops(COLLECTIVES),
+    Ops(operators.COLLECTIVES),
     "save_collectives",
     """Saves the results of functional collectives, so that nothing is communicated again.
     ``torch.distributed.all_reduce`` and other collectives that write into their arguments have no results.""",
@@ -94,7 +88,7 @@ def save_ops(*ops: Any) -> Policy:
         >>> policies.save_ops("aten.mm", torch.ops.aten.bmm.default)
         policies.save_ops(torch.ops.aten.bmm.default, torch.ops.aten.mm)
     """
-    return saving(ops, makers_of)
+    return saving(ops, operators.makers_of)
 
 
 def save_only_these_names(*names: str) -> Policy:
