@@ -108,11 +108,7 @@ class Outputs:
         return new
 
     def compare(self, result: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the new tensors of a recompute's result.
-
-        Raises:
-            RecomputeMismatchError: the result differs from the first one in structure, or a tensor in its fingerprint.
-        """
+        """Return the new tensors of a recompute's result. RecomputeMismatchError if it differs from the first one."""
         leaves, spec = trees.flatten(result)
         entries, new = _sort(leaves, operands)
         check = self.options.determinism_check

@@ -33,16 +33,13 @@ COPY_LARGER_BYTES = 1024 * 1024
 
 
 class Held:
-    """A tensor that autograd saves as it is, since it exists without the region. It must not be changed.
-
-    It may be a view of a guarded tensor, its ``base``: that takes no memory.
-    """
+    """A tensor that autograd saves as it is, since it exists without the region. It must not be changed."""
 
     __slots__ = ("base", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, base: Guard | None = None) -> None:
         self.tensor: Any = tensor
-        self.base = base
+        self.base = base  # the guarded tensor of which it is a view, so that it takes no memory
         self.version = _version(tensor)
 
     def saved(self) -> torch.Tensor:
@@ -200,9 +197,7 @@ class Guards(list[Guard]):
 
     __slots__ = ("_grads", "accumulated", "first_hook")
 
-    def __init__(
-        self, tensors: Sequence[torch.Tensor], name: Callable[[int], str], buffers: Collection[int] = ()
-    ) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], name: Callable, buffers: Collection[int] = ()) -> None:
         limits = [COPY_LARGER_BYTES if id(tensor) in buffers else COPY_BYTES for tensor in tensors]
         super().__init__([Guard(tensor, name, i, limits[i]) for i, tensor in enumerate(tensors)])
         self.first_hook = RemovableHandle.next_id  # hooks that a first run registers have this id or a higher one
@@ -242,10 +237,7 @@ class Guards(list[Guard]):
         self.hand_over(hooks, [i for i, stays in enumerate(stay) if not stays])
 
     def roll_back(self) -> None:
-        """Restore values and hooks of tensors that a first run has changed, because that run is abandoned.
-
-        Raises MutationError if it has changed a tensor that was not copied.
-        """
+        """Undo what an abandoned first run did to values and hooks. MutationError if a value was not copied."""
         drop_gradient_hooks(self.tensors, self.first_hook)
         with torch.no_grad(), private.without_levels():
             for guard in self:
@@ -311,10 +303,7 @@ def hand_captured(hooks: Hooks | None, captured_inputs: Guards) -> None:
 
 
 def close(operands: Guards, captured_inputs: Guards) -> None:
-    """End a first run.
-
-    Raises MutationError if the region changed a tensor in place that is not a leaf, or tensors that share memory.
-    """
+    """End a first run. MutationError if it changed a tensor in place that is not a leaf, or some that share memory."""
     captured_inputs.note_gradients()
     changed = {id(guard.tensor): guard for guard in (*operands, *captured_inputs) if guard.close() and not guard.lost}
     if len({id(holder(guard.tensor)) for guard in changed.values()}) < len(changed):

@@ -70,11 +70,10 @@ def in_torch_checkpoint() -> bool:
 def check_hooks_are_allowed() -> None:
     """Check it before anything is changed. Raises RematError if the user has disabled saved-tensor hooks."""
     if not hooks_are_allowed():
-        message = private.hooks_disabled_message()
         raise RematError(
             f"Regions and `saved_residuals` need saved-tensor hooks, which are disabled here with the message "
-            f"{message!r}. Call them outside of `disable_saved_tensors_hooks`, or call the region as a plain function "
-            f"under `remat.disable_remat()`."
+            f"{private.hooks_disabled_message()!r}. Call them outside of `disable_saved_tensors_hooks`, or call the "
+            f"region as a plain function under `remat.disable_remat()`."
         )
 
 
@@ -130,17 +129,14 @@ def positions() -> list[tuple[Any, int]]:
 
 
 class Packed:
-    """What a pack hook has made of a tensor. The user's hooks may change its values, not its shape, dtype or device.
-
-    ``of_region``: the hooks are those of an outer region, which return the tensor unchanged.
-    """
+    """What a pack hook has made of a tensor. The user's hooks may change its values, not its shape, dtype or device."""
 
     __slots__ = ("_kind", "_stride", "_unpack", "contents")
 
     def __init__(self, tensor: torch.Tensor, hooks: Hooks, of_region: bool = False) -> None:
         pack, self._unpack = hooks
         self._kind: Any = None
-        if of_region:
+        if of_region:  # the hooks of an outer region return the tensor unchanged
             self.contents = pack(tensor)
             return
         self._kind, self._stride = fingerprint(tensor, "metadata"), stride_of(tensor) if is_plain(tensor) else None
@@ -154,10 +150,7 @@ class Packed:
             )
 
     def get(self) -> torch.Tensor:
-        """Unpack the tensor for one reader.
-
-        Raises RematError if the unpack hook returns a different shape, dtype or device, or no tensor.
-        """
+        """Unpack the tensor for one reader. RematError if it has another shape, dtype or device, or is no tensor."""
         if self._kind is None:
             return self._unpack(self.contents)
         of_checkpoint = getattr(self._unpack, "__module__", None) == "torch.utils.checkpoint"

@@ -43,10 +43,7 @@ class Inputs:
         self._same: Mapping[int, int] = {}  # index of an operand -> index in `captured`, of tensors that are one
 
     def find(self, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
-        """Find what the function captures, as it is now, and return all random generators.
-
-        Captured tensors for which ``follow`` is true become operands.
-        """
+        """Find what the function captures now. Tensors that ``follow`` takes become operands. Return all generators."""
         if self._found is None:
             self._found = Captured(self.fn, *self.arguments.searched())
             self._variables = self._found.variables
@@ -102,8 +99,7 @@ class Inputs:
     def apart(self, operands: Tensors) -> Tensors:
         """Return the operands of a first run below all levels, different tensors where the caller's are different.
 
-        A torch.func level may have hidden that two are one, or that one is a captured tensor. Autograd distinguishes
-        views.
+        A level may have hidden that two are one, or that one is a captured tensor. Autograd distinguishes views.
         """
         first: dict[int, Any] = dict.fromkeys(map(id, self.captured.tensors))
         pairs = enumerate(zip(operands, self.operands))

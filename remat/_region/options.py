@@ -22,10 +22,7 @@ from .fingerprints import LOOKS
 
 
 def check_returns(fn: Any) -> None:
-    """Check that a function has computed its result when it returns.
-
-    Raises TypeError if it is a generator function or an async function.
-    """
+    """Raise TypeError for functions that have no result when they return: generator functions and async functions."""
     fn = getattr(fn, "__func__", fn)  # of a method, a class method or a static method
     called = getattr(fn, "forward", fn) if isinstance(fn, torch.nn.Module) else fn
     method = vars(type(called)).get("__call__")  # for callable objects

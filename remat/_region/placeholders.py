@@ -105,12 +105,10 @@ class Placeholder(torch.Tensor):
     """A placeholder. The dispatcher sees operations on it, but not reads of its memory by these methods."""
 
     placeholders: weakref.ref[Placeholders]
-    _READERS = frozenset(
-        {
-            "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__",
-            "storage", "new_tensor", "item", "__bool__", "__complex__", "__float__", "__index__", "__int__",
-        }
-    )  # fmt: skip
+    _READERS = frozenset([
+        "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__",
+        "storage", "new_tensor", "item", "__bool__", "__complex__", "__float__", "__index__", "__int__",
+    ])  # fmt: skip
 
     def check(self) -> None:
         """Note a read of its memory that the dispatcher doesn't see."""
