@@ -31,10 +31,7 @@ from .slots import InputSlot, Slot
 
 
 def call(fn: Callable, options: Options, known: Known, args: Any, kwargs: dict) -> Any:
-    """Call ``fn`` as a region.
-
-    Raises RuntimeError if ``fn`` raised it, or refuses to run under saved-tensor hooks; then its changes are undone.
-    """
+    """Call ``fn`` as a region. RuntimeError if it can't run under saved-tensor hooks; then its changes are undone."""
     arguments, tensors = take_apart(args, kwargs)
     if state.watch is not None:  # the arguments of a region are read by the region around it
         state.watch.reads(tensors)

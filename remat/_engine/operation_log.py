@@ -30,10 +30,7 @@ class Operation(NamedTuple):
 
 
 class OpLog(DispatchMode):
-    """The operations of a run, one by one. Those of a recompute are compared with the log of the ``first`` run.
-
-    The first operation that differs is a RecomputeMismatchError.
-    """
+    """The operations of a run. Those of a recompute are compared one by one with the log of the ``first`` run."""
 
     def __init__(self, first: OpLog | None = None) -> None:
         self.first = first

@@ -48,10 +48,7 @@ class InputSlot(Slot):
 
 
 class Slots(list["weakref.ref[Slot] | None"]):
-    """The slots of a frame, one for each tensor that autograd saved in the first run, None where it needs no slot.
-
-    Only nodes of autograd own the slots.
-    """
+    """The slots of a frame, for each tensor that autograd saved, None where it needs none. Only its nodes own them."""
 
     __slots__ = ("__weakref__", "lock", "mixed", "once", "stopped")
 

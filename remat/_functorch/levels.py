@@ -226,9 +226,7 @@ def _graph_is_unreachable(level: int, operands: Tensors, thread: int) -> bool:
     return caller is not None and caller.f_code is private.func_grad_engine_call.__code__
 
 
-def pull_back(
-    region: Any, operands: Tensors, cotangents: Sequence, needs: Sequence[bool], call: Call, level: int
-) -> list:
+def pull_back(region: Any, operands: Tensors, cotangents: Sequence, needs: Sequence, call: Call, level: int) -> list:
     """The gradients of the operands in ``needs``, None for the others."""
     given = tuple(t is not None for t in cotangents)
     if not any(given) or not any(needs):

@@ -160,10 +160,7 @@ class Recording:
     def _step(
         self, facts: Facts, args: tuple, kwargs: dict, result: Any, draw: int | None, read: list, expected: Step | None
     ) -> Step | None:
-        """Return the step of an operation, or None if it only returned views; add the tensors that it has read.
-
-        If the operation equals the ``expected`` step, it is that step.
-        """
+        """Return the step of an operation: ``expected`` if equal, None if it only made views. Add what it has read."""
         storages = self.storages
         if facts.views and not storages.new(result):
             return None

@@ -55,9 +55,7 @@ class Residual:
         """Whether the value was changed in place."""
         return any(private.version(tensor) != version for tensor, version in self._watched)
 
-    def save_elsewhere(
-        self, tensor: torch.Tensor, layout: Layout | None, outer: Hooks | None, group: Group | None
-    ) -> None:
+    def save_elsewhere(self, tensor: torch.Tensor, layout: Layout | None, outer: Hooks | None, group: Group) -> None:
         """Hand the value to the hooks around the region, or copy it to host memory."""
         if outer is None and isinstance(tensor, Placeholder):  # skipped by the recompute of an enclosing region
             tensor.check()
@@ -74,10 +72,7 @@ class Residual:
         return 0 if self._far is not None else self._watched[0][0].untyped_storage().nbytes()
 
     def get(self) -> torch.Tensor:
-        """Return a tensor whose storage contains the value. That may recompute a region around, if hooks have it.
-
-        Raises MutationError if the value was changed in place.
-        """
+        """Return a tensor whose storage contains the value. That may recompute a region around, if hooks have it."""
         if self.has_changed:
             raise MutationError(
                 f"The output of {self.op} at {self.line}, which the region's policy saves for the backward, was "

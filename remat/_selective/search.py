@@ -50,11 +50,7 @@ def cost_of(cost: str | Cost, facts: Facts, args: tuple, kwargs: dict, result: A
 
 
 def _by_function(cost: Cost, func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """Return what the user's function returns.
-
-    Raises:
-        PolicyError: the function returns an invalid cost, or raises a TypeError, which binary operators would hide.
-    """
+    """Return the result of the user's function. PolicyError if it is no cost, or a TypeError, which operators hide."""
     try:
         with unseen(), torch.no_grad():
             number = float(cost(func, args, kwargs, result))
@@ -126,14 +122,13 @@ class Problem(NamedTuple):
 # the recompute and that the choice saves; whether the recompute reaches this step; whether it draws numbers later.
 _State = tuple[frozenset[int], frozenset[int], frozenset[int], bool, bool]
 _Label = tuple[int, float, tuple[int, ...]]  # bytes, cost, the saved steps
+_Found = tuple[_State, list[_Label]]
+_Ways = dict[_State, list[_Label]]
 _Way = TypeVar("_Way", bound=tuple)
 MOST_WAYS = 500_000  # to all steps, which take some seconds
 _MOST_STATES = 100  # that are continued at one price
 _PRICES = 48  # the most prices that are tried
 _ROUNDING = 1e-9  # of costs: each way adds them in another order
-
-
-_Ways = dict[_State, list[_Label]]
 
 
 def corners(problem: Problem) -> list[Choice]:
@@ -180,7 +175,7 @@ def pareto(problem: Problem, price: float | None = None) -> list[Choice]:
     return [Choice(nbytes, cost, frozenset(steps)) for nbytes, cost, steps in best]
 
 
-def _at_root(ways: _Ways, value: int, keepable: bool) -> Iterable[tuple[_State, list[_Label]]]:
+def _at_root(ways: _Ways, value: int, keepable: bool) -> Iterable[_Found]:
     """Branch where autograd has saved a value: the choice saves the value, or a recompute makes it."""
     for (needed, low, promised, begun, draws), labels in ways.items():
         if keepable and not begun:
@@ -188,9 +183,7 @@ def _at_root(ways: _Ways, value: int, keepable: bool) -> Iterable[tuple[_State, 
         yield (needed | {value}, low - {value}, promised, True, draws), labels
 
 
-def _at_step(
-    ways: _Ways, number: int, reads: frozenset[int], problem: Problem
-) -> Iterable[tuple[_State, list[_Label]]]:
+def _at_step(ways: _Ways, number: int, reads: frozenset[int], problem: Problem) -> Iterable[_Found]:
     """Branch at a step: its results are saved, or it runs, or it isn't needed."""
     step, cost = problem.program.steps[number], problem.costs[number]
     outs, stays = frozenset(step.outs), number not in problem.program.skippable
@@ -219,7 +212,7 @@ def _dearer(labels: list[_Label], cost: float) -> list[_Label]:
     return [(nbytes, before + cost, steps) for nbytes, before, steps in labels]
 
 
-def _merged(found: Iterable[tuple[_State, list[_Label]]], price: float | None) -> _Ways:
+def _merged(found: Iterable[_Found], price: float | None) -> _Ways:
     """Return the Pareto-optimal ways to each state; with a price, the cheapest way to each of the cheapest states."""
     ways: _Ways = {}
     for state, labels in found:

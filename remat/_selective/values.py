@@ -163,10 +163,7 @@ class Storages:
         return number
 
     def key(self, facts: Facts, draw: int | None, args: tuple, kwargs: dict, read: list) -> tuple:
-        """Return a key, equal for calls that compute the same result, and add the tensors that are read.
-
-        The key consists of the operation, its place among the draws, its arguments, and the values that it reads.
-        """
+        """Return the operation, its draw, arguments and values: equal for equal calls. Add the tensors it reads."""
         reads: list[int] = []
         patterns = self._patterns(args, reads, read)
         return facts, draw, patterns, self._patterns((kwargs,), reads, read) if kwargs else None, tuple(reads)
