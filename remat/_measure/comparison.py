@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -93,9 +93,7 @@ def checked(program: Program, ways: Sequence[Way]) -> CheckResult:
             if program.turns_to_arguments():
                 runs = [_outcome(program, fn, around)]
         except Exception as error:
-            found = [
-                Line(frame.f_code, n) for frame, n in traceback.walk_tb(error.__traceback__) if not is_library(frame)
-            ]
+            found = [Line(frame.f_code, n) for frame, n in walk_tb(error.__traceback__) if not is_library(frame)]
             # A traceback keeps the variables of its frames alive.
             error = error.with_traceback(None)
             return CheckResult(error=error, line=str(found[-1]) if found else "", fails_without_remat=not runs)

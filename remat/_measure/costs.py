@@ -24,9 +24,7 @@ from .program import Program, Way
 WITHOUT, AS_WRITTEN = "without remat", "as written"  # the labels of rows that are not for a policy
 
 
-def plot_peaks(
-    axes: Any, points: Sequence[tuple[str, float, int]], best: Sequence[tuple[float, int]] = (), timed: bool = False
-) -> Any:
+def plot_peaks(axes: Any, points: Sequence[tuple], best: Sequence[tuple] = (), timed: bool = False) -> Any:
     """Draw labelled points of recomputed FLOPs (or times) and peak memory, and a dashed line through the ``best``."""
     axes = given_or_new(axes)
     for (label, count, nbytes), marker in zip(points, itertools.cycle("sovDP^X*")):

@@ -81,14 +81,11 @@ class SavedResidual:
 
 
 class Origins(PeakMemory):
-    """Records for each storage the operation that wrote it last, and the names given by ``checkpoint_name``.
-
-    ``named`` are the modules of the program by their paths.
-    """
+    """Records for each storage the operation that wrote it last, and the names given by ``checkpoint_name``."""
 
     def __init__(self, named: Mapping[str, nn.Module]) -> None:
         super().__init__()
-        # By the id of a module's state, which a region of the module shares; the first name of each.
+        # The paths of modules by the id of their state, which a region of the module shares; the first path of each.
         self._names = {id(m.__dict__): name or _class(m) for name, m in reversed([*named.items()])}
         self._rows: dict[int, SavedResidual] = {}  # by the ids of storages
 
@@ -106,11 +103,9 @@ class Origins(PeakMemory):
         self._write(storage, func, tuple(tensor.shape), tensor.dtype)
 
     def _write(self, storage: torch.UntypedStorage, func: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        op, (file, line, function) = str(getattr(func, "overloadpacket", func)), _place(user_line())
-        module, device, nbytes = self._module(), storage.device, storage.nbytes()
-        self._rows[id(storage)] = SavedResidual(
-            "output", op, None, file, line, function, module, shape, dtype, device, nbytes
-        )
+        op, module = str(getattr(func, "overloadpacket", func)), self._module()
+        made = *_place(user_line()), module, shape, dtype, storage.device, storage.nbytes()
+        self._rows[id(storage)] = SavedResidual("output", op, None, *made)
 
     def _module(self) -> str | None:
         """The path or the class of the innermost module that is being called."""

@@ -25,9 +25,9 @@ from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.signatures import accepts
 from .._core.state import state
-from .._core.tensors import as_bytes, bottom, bytes_of, has_data, is_dense, is_differentiable
+from .._core.tensors import as_bytes, bottom, bytes_of, has_data, is_differentiable
 from .._region.arguments import take_apart
-from .._region.guards import COPY_LARGER_BYTES
+from .._region.guards import COPY_LARGER_BYTES, is_small
 from .._region.hooks import drop_gradient_hooks
 from ..errors import RematError, shown
 from .observer import PeakMemory, gc_disabled, strided
@@ -200,9 +200,8 @@ class Program:
 
     def operands(self) -> list[torch.Tensor]:
         """The arguments, detached from their history: leaves that a run may differentiate."""
-        return [
-            t.detach().requires_grad_(is_differentiable(t) if self.every else t.requires_grad) for t in self.tensors
-        ]
+        every = self.every
+        return [t.detach().requires_grad_(is_differentiable(t) if every else t.requires_grad) for t in self.tensors]
 
     def call(self, fn: Callable, operands: Sequence[torch.Tensor]) -> Any:
         """Call a function with these operands as its arguments."""
@@ -239,9 +238,7 @@ class Program:
                         stack.callback(Entries(hooks, {}, whole=True).put, dict(hooks))
             overwritten = before or Overwritten()
             if before is not None:
-                before.copy(
-                    [t for t in tensors if not t.requires_grad and is_dense(t) and t.nbytes <= COPY_LARGER_BYTES]
-                )
+                before.copy([t for t in tensors if not t.requires_grad and is_small(t, COPY_LARGER_BYTES)])
             stack.callback(overwritten.restore)
             with nullcontext() if before else overwritten:
                 yield overwritten

@@ -80,7 +80,7 @@ class Guard(Held):
         self.dual: list[Guard] | None = None  # of its primal and tangent, which are freed when their level ends
         if is_dual(tensor):
             self.dual = [Guard(t, name, i, limit) for t in fwAD.unpack_dual(tensor)]
-        elif not self.requires_grad and _is_small(tensor, limit):
+        elif not self.requires_grad and is_small(tensor, limit):
             with own_work():  # not a read: in the recompute of an outer region it may be `Stale`
                 self._copy = copied(tensor.detach())
 
@@ -125,7 +125,7 @@ class Guard(Held):
     def _compare(self, copy: torch.Tensor) -> None:
         """Release the copy if the tensor equals it. Batch norm changes statistics without a trace in their versions."""
         tensor = self.tensor
-        if not tensor.is_floating_point() or not _is_small(tensor, COPY_BYTES):
+        if not tensor.is_floating_point() or not is_small(tensor, COPY_BYTES):
             self._copy = None
         elif tensor.device.type in NEAR:
             self._copy = copy if _may_differ(tensor, copy) else None
@@ -368,7 +368,8 @@ def _leafness(tensor: torch.Tensor) -> bool | None:
     return tensor.is_leaf and (not tensor.requires_grad or is_in_graph(tensor) or None)
 
 
-def _is_small(tensor: torch.Tensor, limit: int) -> bool:
+def is_small(tensor: torch.Tensor, limit: int) -> bool:
+    """Whether a tensor has at most ``limit`` bytes in memory, or is a vector of up to ``COPY_LARGER_BYTES``."""
     if not is_dense(tensor):
         return False
     size = max(tensor.numel(), span(tensor.shape, tensor.stride()))
@@ -378,7 +379,7 @@ def _is_small(tensor: torch.Tensor, limit: int) -> bool:
 def _may_be_statistics(tensor: torch.Tensor) -> bool:
     # A wrapper, which an inner region hands over, may be one of a level that has ended, which can't be written to.
     is_vector = tensor.dim() == 1 and tensor.is_floating_point() and not private.is_wrapped(tensor)
-    return is_vector and not tensor.requires_grad and _is_small(tensor, COPY_BYTES)
+    return is_vector and not tensor.requires_grad and is_small(tensor, COPY_BYTES)
 
 
 class _Comparison:
