@@ -17,10 +17,7 @@ _UNITS = {
 
 
 def parse_amount(amount: Any, whole: int, name: str, integers: str = "bytes") -> int:
-    """The bytes of an amount. Floats and strings such as ``"60%"`` are parts of ``whole``.
-
-    In errors ``name`` is the amount, and ``integers`` what an int is the number of.
-    """
+    """The bytes of an amount, which errors call ``name``: a number of ``integers``, or a part of ``whole``."""
     if isinstance(amount, bool) or not isinstance(amount, (int, str, float)):
         raise TypeError(
             f"{name} must be a number of {integers}, a string such as '64MiB', or a float; got {shown(amount)}."
@@ -48,10 +45,7 @@ def parse_amount(amount: Any, whole: int, name: str, integers: str = "bytes") ->
 
 
 def aligned(rows: Sequence[Sequence[str]], align: str = "") -> list[str]:
-    """The lines of a table, without its empty columns.
-
-    ``align`` has ``<`` or ``>`` for the first columns; the others are aligned to the right.
-    """
+    """The lines of a table, without its empty columns. ``align`` has ``<`` or ``>`` for the first; others are ``>``."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     columns = list(zip(align.ljust(len(widths), ">"), widths))
     cells = ((f"{c:{side}{width}}" for c, (side, width) in zip(row, columns) if width) for row in rows)

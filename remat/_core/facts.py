@@ -24,9 +24,7 @@ class Facts:
         arguments: Any = () if schema is None else schema.arguments
         returns: Any = () if schema is None else schema.returns
         # The arguments that it writes to, by position and by name.
-        self.writes = [
-            (i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write
-        ]
+        self.writes = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info and a.alias_info.is_write]
         self.updates_statistics = name in _BATCH_NORMS  # if it writes them, its own result doesn't depend on them
         if self.updates_statistics:
             self.writes = [(3, "running_mean"), (4, "running_var")]
@@ -95,10 +93,7 @@ _CPU_ATTENTION: dict[str, Any] = {
 
 
 def flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
-    """The floating-point operations of one call, by torch's formulas: matrix products, convolutions and attention.
-
-    Other operations count as 0.
-    """
+    """The FLOPs of one call, by torch's formulas: those of matrix products, convolutions and attention, else 0."""
     packet: Any = getattr(func, "overloadpacket", func)
     if (attention := _CPU_ATTENTION.get(str(packet))) is not None:
         shapes = [arg.shape for arg in args if isinstance(arg, torch.Tensor)]

@@ -32,10 +32,7 @@ _lock = threading.RLock()  # one for all groups, as groups use each other, and a
 
 
 def stays(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not offloaded: there is no use in it, or it is more than its memory.
-
-    So are tensors that are sparse, quantized, of a subclass or a level of ``torch.func``.
-    """
+    """Whether a tensor is not offloaded: that is of no use, or it is sparse, quantized, of a subclass or of a level."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
     return tensor.device.type in NEAR or not is_plain or tensor.is_quantized or private.is_wrapped(tensor)
 

@@ -11,10 +11,7 @@ F = TypeVar("F", bound=Callable)
 
 
 def accepts(fn: Callable, args: Iterable = (), kwargs: Mapping[str, Any] = {}, more: bool = False) -> bool | None:
-    """Whether ``fn`` takes these arguments; None if it has no signature, as some functions written in C.
-
-    ``more``: there may be others beside them.
-    """
+    """Whether ``fn`` takes these arguments, or these and ``more``; None without a signature, as some written in C."""
     try:
         signature = inspect.signature(fn)
         (signature.bind_partial if more else signature.bind)(*args, **kwargs)

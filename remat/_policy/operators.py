@@ -150,10 +150,7 @@ def reaches_dispatch(op: Any) -> bool:
 
 
 def resolve(op: Any) -> frozenset[Op]:
-    """Return the overloads that reach a policy, of an overload, a packet, a higher-order operator, or a name of one.
-
-    Raises PolicyError if there is no such operator, or it decomposes into others before a policy sees it.
-    """
+    """Return the overloads that reach a policy, of an operator, a packet, or a name. PolicyError if there are none."""
     found = _lookup(op) if isinstance(op, str) else private.overload_of(op)
     if isinstance(op, str) and found is None:
         raise PolicyError(

@@ -33,10 +33,7 @@ Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or 
 
 
 def _answer(asked: Question, predicate: Callable) -> Verdict:
-    """Return a predicate's verdict. It is called once for each operation, also if its value gets names later.
-
-    PolicyError if it fails, or returns no bool or ``CheckpointPolicy``.
-    """
+    """A predicate's verdict, or a PolicyError. It is called once for each operation, also if its value gets names."""
     ctx, op, args, kwargs, answers = asked
     if id(predicate) in answers:
         return answers[id(predicate)]
@@ -90,9 +87,7 @@ class Policy(ABC):
     def __post_init__(self) -> None:
         for part in self._parts():
             if isinstance(part, Budget):
-                raise PolicyError(
-                    f"A budget can't be combined with another policy: {part!r} decides alone what is saved."
-                )
+                raise PolicyError(f"A budget can't be combined with another policy: {part!r} decides alone.")
 
     def judge(self, asked: Question, names: frozenset[str] = frozenset()) -> Verdict:
         """Return the verdict on a value with these names."""
@@ -187,10 +182,7 @@ _OTHER, _OTHER_NAME = "any other operator", "any other name"  # that no policy m
 
 @dataclass(frozen=True)
 class Pair(Policy):
-    """Saves what either of two policies saves (``|``), or what both save (``&``).
-
-    In the latter the second judges only values that the first saves.
-    """
+    """Saves what either policy saves (``|``), or what both save (``&``): the second judges what the first saves."""
 
     left: Policy
     sign: str

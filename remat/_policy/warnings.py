@@ -48,9 +48,7 @@ class Warned:
         if self.operators or not (alone if own.asks else own.mentioned_ops) or not log.steps:
             return None
         found = {own.verdict_for(step.facts.func) for step in log.steps}
-        found |= {
-            own.verdict_for(log.maker(value).facts.func, frozenset(names)) for value, names in verdicts.names.items()
-        }
+        found |= {own.verdict_for(log.maker(i).facts.func, frozenset(names)) for i, names in verdicts.names.items()}
         # Where a predicate decides, that is None: what it has allowed counts.
         self.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE, None}
         executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))
