@@ -4,10 +4,7 @@ The binomial schedule decides which carries are saved, so that the fewest steps 
 steps starts from a carry that is saved already, and may save ``spare`` more. All steps but the last are divided into
 segments: each is a region, which saves the carry that it starts from. The last step is the first one that a backward
 needs. When the backward comes to a segment, the carries of the segments after it have been freed.
-
 By default a step of this schedule is a block of steps that save little, as small steps take less time than a region.
-
-After A. Griewank and A. Walther, "Algorithm 799: revolve", ACM Transactions on Mathematical Software 26, 2000.
 """
 
 from __future__ import annotations
@@ -217,9 +214,7 @@ class Loop(NamedTuple):
         pair = self.step(carry, None if self.spec is None else self.spec.unflatten(leaves))
         if not isinstance(pair, tuple) or len(pair) != 2:
             got = f"a tuple of {len(pair)}" if isinstance(pair, tuple) else f"an object of type {type(pair).__name__}"
-            raise TypeError(
-                f"step must return a pair, the next carry and y (None if there is none); step {number} returned {got}."
-            )
+            raise TypeError(f"step must return a pair, the next carry and y (or None); step {number} returned {got}.")
         carry, y = pair
         self.carry.checked(carry, number)
         return carry, self.y.checked(y, number)

@@ -85,9 +85,7 @@ _HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 def row_of(functions: Any, segments: Any) -> tuple[Callable, ...]:
     """Return the functions as a tuple, after checking them and the number of segments."""
     if not isinstance(functions, Iterable):
-        raise TypeError(
-            f"functions must be an iterable of functions or modules, such as a list; got {shown(functions)}."
-        )
+        raise TypeError(f"functions must be an iterable of functions, such as a list; got {shown(functions)}.")
     row = tuple(functions)  # not `children()`, which lists a repeated module only once
     for i, fn in enumerate(row):
         if not callable(fn):

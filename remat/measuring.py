@@ -195,9 +195,7 @@ def report(
     elif found and own:
         notes.append("Each policy is that of the program's own regions.")
     elif where is None and has_parts and not all(isinstance(policy, str) for policy in asked):
-        notes.append(
-            "Under each policy the model is one region. With `where=Block` the modules of that class are regions."
-        )
+        notes.append("Under each policy the model is one region. With `where=Block` modules of that class are regions.")
     return Report(_name(fn, transform), _environment(program), tuple(rows), "\n".join(notes), objective)
 
 

@@ -177,9 +177,7 @@ def budget(
         )
     policy = Budget("100%" if amount is None else amount, cost)
     if not (args or kwargs) and accepts(getattr(model, "forward", model)) is False:
-        raise TypeError(
-            f"{type(model).__name__} needs arguments: give a batch, as in `remat.nn.budget(model, '8GiB', *batch)`."
-        )
+        raise TypeError(f"{type(model).__name__} needs a batch: `remat.nn.budget(model, '8GiB', *batch)`.")
     check_surroundings("remat.nn.budget", "Call it before, with the arguments of a step.")
     loss = loss or partial(_sum, set())
     program = Program(model, args, kwargs, loss=loss)
@@ -310,9 +308,7 @@ def _is_types(value: Any) -> bool:
 
 def _modules_of(model: Any) -> dict[str, torch.nn.Module]:
     if isinstance(model, type):
-        raise TypeError(
-            f"The model comes first, then the class: `remat.nn.apply(model, {model.__name__})`; `undo` takes the model."
-        )
+        raise TypeError(f"The model comes first: `remat.nn.apply(model, {model.__name__})`; `undo` takes the model.")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"The model must be a torch.nn.Module, got {shown(model)}. For a function use `remat.remat`.")
     return dict(model.named_modules())
@@ -321,16 +317,12 @@ def _modules_of(model: Any) -> dict[str, torch.nn.Module]:
 def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tuple[str, torch.nn.Module]]:
     """Return the chosen ones of these modules; raise if there are none or if one can't be a region."""
     if not named:
-        raise TypeError(
-            "where= chooses modules, but the function captures and gets none. For a function use `remat.remat`."
-        )
+        raise TypeError("where= chooses modules, but the function captures and gets none: use `remat.remat`.")
     n, kind = (where.n, where.of) if isinstance(where, Every) else (1, where)
     if _is_types(kind):
         chosen = [(name, module) for name, module in named.items() if isinstance(module, kind)][::n]
     elif isinstance(where, torch.nn.Module):
-        raise TypeError(
-            f"where= takes a class of modules, got a {type(where).__name__}: pass its class, `type(module)`."
-        )
+        raise TypeError(f"where= takes a class, got a {type(where).__name__}: pass its class, `type(module)`.")
     elif isinstance(where, str):
         raise TypeError(
             f"where takes no names. For modules by name write `lambda name, _: fnmatch.fnmatch(name, {where!r})`, "
@@ -342,16 +334,12 @@ def chosen_modules(named: Mapping[str, torch.nn.Module], where: Any) -> list[tup
             f"submodule; got {shown(where)}."
         )
     elif accepts(where, ("name", torch.nn.Module)) is False:
-        raise TypeError(
-            f"where is called with a submodule's name and the submodule, which {shown(where)} doesn't accept."
-        )
+        raise TypeError(f"where is called with a name and a submodule, which {shown(where)} doesn't accept.")
     else:
         chosen = [(name, module) for name, module in named.items() if where(name, module)]
     if not chosen:
         classes = ", ".join(sorted({type(module).__name__ for module in named.values()}))
-        raise ValueError(
-            f"where={shown(where)} chooses none of the model's modules. They are of the classes {classes}."
-        )
+        raise ValueError(f"where={shown(where)} chooses none of the model's modules. Their classes are {classes}.")
     for name, module in chosen:
         check_module(module, name)
     return chosen

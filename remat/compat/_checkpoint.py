@@ -27,17 +27,12 @@ R = TypeVar("R")
 
 
 class Contexts:
-    """A pair of context managers, as ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns them.
-
-    Raises TypeError if ``pair`` is not a pair of context managers.
-    """
+    """A pair of context managers, as ``context_fn`` of ``torch.utils.checkpoint.checkpoint`` returns them."""
 
     def __init__(self, pair: Any) -> None:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not (is_pair and all(hasattr(type(context), "__enter__") for context in pair)):
-            raise TypeError(
-                f"context_fn must return two context managers, for the first run and for recomputes; got {pair!r}."
-            )
+            raise TypeError(f"context_fn must return two context managers, for forward and recompute; got {pair!r}.")
         self.first, self.again = pair
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], again: bool) -> Any:

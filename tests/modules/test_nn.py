@@ -95,7 +95,7 @@ def test_undo_makes_all_calls_plain_again() -> None:
     assert kept(model) == kept(made())
     check(remat.nn.apply(model, Block), made(), ALL)
     assert kept(remat.nn.undo(remat.remat(remat.nn.apply(model, Model)))) == kept(remat.remat(model))
-    with pytest.raises(TypeError, match=r"model comes first, then the class: `remat.nn.apply\(model, Block"):
+    with pytest.raises(TypeError, match=r"model comes first: `remat.nn.apply\(model, Block"):
         remat.nn.apply(Block, made())  # type: ignore[type-var]
     with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, got <built-in"):
         remat.nn.undo(torch.sin)  # type: ignore[type-var]
@@ -114,7 +114,7 @@ WRONG: list[tuple[Any, dict, type, str]] = [
     (nn.Conv2d, {}, ValueError, "chooses none of the model's modules.*Block, LayerNorm, Linear"),
     ("blocks.*", {}, TypeError, "where takes no names.*fnmatch.name, 'blocks.*for a class by name `lambda"),
     ((Block, "tail"), {}, TypeError, "where must be a type"),
-    (lambda module: True, {}, TypeError, "with a submodule's name and the submodule, which .* doesn't accept"),
+    (lambda module: True, {}, TypeError, "with a name and a submodule, which .* doesn't accept"),
     (nn.ModuleList, {}, TypeError, "the ModuleList 'blocks' has no forward: use the modules in it"),
     (Block, {"policy": "dots"}, PolicyError, "dots"),
     (Block, {"early_stop": 1}, TypeError, "early_stop"),

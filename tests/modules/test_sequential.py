@@ -163,7 +163,7 @@ def test_a_sequential_with_other_behaviour_is_an_error() -> None:
 ERRORS: list[tuple[Any, dict, type, str]] = [
     (nn.Sequential(), {}, ValueError, "no functions"),
     ([torch.sin, 3], {}, TypeError, r"functions\[1\] must be a function or a module, got 3"),
-    (nn.Linear(2, 2), {}, TypeError, "must be an iterable of functions or modules, such as a list"),
+    (nn.Linear(2, 2), {}, TypeError, "must be an iterable of functions, such as a list"),
     ([torch.sin] * 3, {"segments": 0}, ValueError, "from 1 to 3"),
     ([torch.sin] * 3, {"segments": 4}, ValueError, "from 1 to 3"),
     ([torch.sin] * 3, {"segments": True}, TypeError, "integer"),

@@ -359,7 +359,7 @@ def test_arguments_in_another_order_and_frozen_parameters() -> None:
     for wrong in ((model, LAYER, 0.6, x), ("4GiB", model, x), (model, x, 0.5)):
         with pytest.raises(TypeError, match=r"remat.nn.budget\(model, '8GiB', \*batch\)"):
             remat.nn.budget(*wrong, loss=loss)
-    with pytest.raises(TypeError, match=r"Decoder needs arguments: give a batch, as in `remat.nn.budget\(model"):
+    with pytest.raises(TypeError, match=r"Decoder needs a batch: `remat.nn.budget\(model"):
         remat.nn.budget(model, 0.6)
     frozen = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))).requires_grad_(False)
     with pytest.warns(remat.RematWarning, match="No parameter and no argument requires grad"):
