@@ -325,10 +325,7 @@ def checked_length(leaves: list, spec: Any, length: Any) -> int:
         if length is None:
             length = len(leaf)
         elif len(leaf) != length:
-            raise ValueError(
-                f"{trees.paths(spec, 'xs')[i]} has {len(leaf)} entries, but there are {length} steps: the numbers must "
-                f"be equal."
-            )
+            raise ValueError(f"{trees.paths(spec, 'xs')[i]} has {len(leaf)} entries, but there are {length} steps.")
     if length is None:
         raise ValueError("The number of steps is unknown: pass `length`, or `xs` with at least one tensor.")
     if length < 0:

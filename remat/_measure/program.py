@@ -81,10 +81,7 @@ def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, gra
 NOT_DIFFERENTIATED = (
     "Nothing was differentiated: the result depends on no tensor that requires grad, and on no floating-point argument."
 )
-CALLS_BACKWARD = (
-    "The function calls `backward` itself, which frees what its result needs for a backward: let it return the loss "
-    "without that."
-)
+CALLS_BACKWARD = "The function calls `backward` itself, which frees what its result needs: let it return the loss only."
 FROZEN = "No parameter and no argument requires grad: all floating-point arguments are differentiated."
 Named = list[tuple[str, Any]]
 T = TypeVar("T")
@@ -116,8 +113,7 @@ class Program:
     ) -> None:
         if not callable(fn):
             raise TypeError(
-                f"Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got "
-                f"{type(fn).__name__}."
+                f"Give the function or module, then arguments, as in `(fn, x)` for `fn(x)`; got {type(fn).__name__}."
             )
         if isinstance(fn, type):
             raise TypeError(f"Give a function or a module, not the class {fn.__name__}: make an instance of it.")

@@ -138,9 +138,7 @@ class Policy(ABC):
         return Opposite(self)
 
     def __bool__(self) -> NoReturn:  # `p or q` would silently be `p`
-        raise TypeError(
-            "A policy is neither true nor false. Combine policies by `p | q`, `p & q` and `~p`; compare with None."
-        )
+        raise TypeError("A policy is neither true nor false. Combine: `p | q`, `p & q`, `~p`; compare with None.")
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,7 @@ def _by_function(cost: Cost, func: Any, args: tuple, kwargs: dict, result: Any) 
     except TypeError as error:
         raise PolicyError(f"The cost function of a budget failed for {func}: {error}") from error
     if not 0 <= number < math.inf:
-        raise PolicyError(
-            f"The cost function of a budget must return a finite number that is not negative; for {func} it returned "
-            f"{number}."
-        )
+        raise PolicyError(f"The cost of {func} must be finite and not negative; the function returned {number}.")
     return number
 
 

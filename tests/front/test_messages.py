@@ -194,7 +194,7 @@ LAYER, META = nn.Linear(3, 3), (nn.Linear(3, 3, device="meta"), torch.ones(3, de
 steps = lambda x: LAYER(x).sin().sum().backward()
 RUNTIME_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.saved_residuals(steps, LEAF), "calls `backward` itself, which frees what its result needs"),
-    (lambda: remat.pareto(lambda x: steps(x) or LAYER(x), LEAF), "let it return the loss without that."),
+    (lambda: remat.pareto(lambda x: steps(x) or LAYER(x), LEAF), "let it return the loss only."),
     (lambda: remat.check(*META), "A check compares values, and a tensor here has no data"),
     (lambda: remat.report(*META, time=True), "time=True measures steps, and a tensor here has no data"),
     (lambda: remat.nn.budget(META[0], 99, META[1]), "A plan measures allocations, and a tensor here has no data"),

@@ -383,7 +383,7 @@ def costing(returned: Any) -> Callable:
     return lambda: remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
 
 
-INVALID = "must return a finite number that is not negative"
+INVALID = "must be finite and not negative"
 
 
 @pytest.mark.parametrize(
