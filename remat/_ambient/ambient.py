@@ -1,8 +1,6 @@
 """Ambient state: random generators, settings and cached weights, restored for a recompute and put back afterwards.
 
 The generators are those of every device in use, those that the caller names, and Python's and NumPy's global ones.
-The settings are autocast, grad mode, default dtype, attention kernels, deterministic algorithms, and the precision of
-matrix products.
 """
 
 from __future__ import annotations
@@ -83,10 +81,7 @@ def read_settings() -> list[Any]:
 
 
 class Ambient:
-    """The ambient state at one moment.
-
-    Generators are read and set without the dispatcher, so torch.func levels and modes have no effect on it.
-    """
+    """The ambient state at one moment. Generators are read and set without the dispatcher, its levels and modes."""
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any], preserve_rng_state: bool) -> None:
         """Record the current state. Of `devices` only generators of initialized backends are included."""

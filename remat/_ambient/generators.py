@@ -1,7 +1,4 @@
-"""Random generators of torch, Python and NumPy: the global ones, and those that a region's function refers to.
-
-Each is represented by an object with `get_state` and `set_state`.
-"""
+"""Random generators of torch, Python and NumPy, each as an object with `get_state` and `set_state`."""
 
 from __future__ import annotations
 

@@ -106,9 +106,7 @@ def names_of(fn: FunctionType) -> tuple[str, ...] | None:
 @functools.lru_cache(4096)  # code that is made at run time must not stay alive for ever
 def _names(code: CodeType) -> tuple[str, ...]:
     nested = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
-    own = [
-        each.argval for each in get_instructions(code) if each.opname.endswith(("_GLOBAL", "LOAD_NAME", "STORE_NAME"))
-    ]
+    own = [op.argval for op in get_instructions(code) if op.opname.endswith(("_GLOBAL", "LOAD_NAME", "STORE_NAME"))]
     return tuple(dict.fromkeys([*own, *nested]))
 
 

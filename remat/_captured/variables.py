@@ -135,9 +135,7 @@ class bound:
     are written within stay: that is for a first run, whose effects the user sees.
     """
 
-    def __init__(
-        self, variables: Iterable[Variables], tensors: Mapping[int, torch.Tensor], keep_changes: bool = False
-    ) -> None:
+    def __init__(self, variables: Iterable[Variables], tensors: Mapping[int, Any], keep_changes: bool = False) -> None:
         self._variables, self._tensors, self._keep_changes = variables, tensors, keep_changes
         self._undo: list[tuple[Variables, dict, dict, bool]] = []
         self._containers: dict[Copy, Any] = {}

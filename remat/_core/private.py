@@ -214,9 +214,8 @@ def let_dynamo_trace_checkpoint(replaced: bool) -> None:
     """Let Dynamo trace a replacement of torch's checkpoint: it treats whatever has that name as torch's function."""
     from torch._dynamo.variables import builder
 
-    builder.is_utils_checkpoint = (
-        (lambda obj: obj is original_checkpoint) if replaced else torch._dynamo.utils.is_utils_checkpoint
-    )
+    own = torch._dynamo.utils.is_utils_checkpoint
+    builder.is_utils_checkpoint = (lambda obj: obj is original_checkpoint) if replaced else own
 
 
 def activation_checkpointing() -> tuple[Callable, Callable]:

@@ -36,9 +36,7 @@ def segmented(module: nn.Sequential, options: Options) -> Any:
     return partial(modules_in_row, tuple(module), options.segments, (0, len(module)), options)
 
 
-def modules_in_row(
-    modules: Sequence[nn.Module], segments: Sequence[Range], part: Range, options: Options, input: Any
-) -> Any:
+def modules_in_row(modules: Sequence, segments: Sequence[Range], part: Range, options: Options, input: Any) -> Any:
     """Call a part of the modules, with a region around each segment. Segments may be inside of one another."""
     at, end = part
     while at < end:
