@@ -6,6 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -166,16 +167,8 @@ class _flag:
         setattr(state, self.name, self.before)
 
 
-def own_work() -> _flag:
-    """Within, calls are the package's own, which no `Watch` sees."""
-    return _flag("own_work")
-
-
-def unseen() -> _flag:
-    """Within, operations are the package's own, which no recorder of a region sees."""
-    return _flag("unseen")
-
-
+own_work = partial(_flag, "own_work")  # within, calls are the package's own, which no `Watch` sees
+unseen = partial(_flag, "unseen")  # within, operations are the package's own, which no recorder of a region sees
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
