@@ -228,10 +228,7 @@ _NORMS = {
     torch.native_layer_norm, torch.native_batch_norm,
 }  # fmt: skip
 _SCATTERS = {torch.select_scatter, torch.Tensor.select_scatter}
-_REDUCTIONS = {
-    torch.max, torch.min, torch.median, torch.nanmedian,
-    torch.Tensor.max, torch.Tensor.min, torch.Tensor.median, torch.Tensor.nanmedian,
-}  # fmt: skip
+_REDUCTIONS = {getattr(of, name) for of in (torch, torch.Tensor) for name in ("max", "min", "median", "nanmedian")}
 _EMBEDDINGS = {F.embedding, torch.embedding}
 
 
