@@ -113,6 +113,22 @@ def counted() -> Any:
     return model
 
 
+def scaled_by_hooks() -> Any:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+    model._handles = [
+        model[0].register_forward_hook(lambda module, args, kwargs, result: result * 2, with_kwargs=True),
+        model[2].register_forward_pre_hook(lambda module, args: args[0] * 3),
+    ]
+    return model
+
+
+def other_hooks(model: Any) -> None:
+    for handle in model._handles:
+        handle.remove()
+    model[1].register_forward_hook(lambda module, args, result: result * 4)
+    model[3].register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * 5,), kwargs), with_kwargs=True)
+
+
 def of_module(change: Callable[[Any], object], cls: Callable[[], Any] = Layer) -> Callable[[], Program]:
     def make() -> Program:
         module = cls()
@@ -184,6 +200,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "cache cleared": of_module(lambda m: m.cache.clear(), Cached),
     "cache replaced": of_module(lambda m: setattr(m, "cache", []), Cached),
     "hooks that count": of_module(nothing, counted),
+    "hooks that are added and removed": of_module(other_hooks, scaled_by_hooks),
     "attributes of a parameter and a buffer": of_module(attributes, Scaled),
     "closure": of_closure,
     "globals": of_source(
