@@ -23,7 +23,7 @@ from .._core.lines import user_line
 from .._core.passes import current_group, current_scope
 from .._core.private import DispatchMode, modes_that_see, raw_version
 from .._core.state import alias, state, within
-from .._core.tensors import bare, is_in_graph
+from .._core.tensors import bare, is_dense, is_in_graph
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, maker_of
 from .._region.guards import Guard, Guards, Held, close
@@ -189,8 +189,8 @@ class Frame:
         if any(tensor is None for tensor in inputs):
             return False
         with private.without_dispatch(), torch.inference_mode(False):
-            edges = (torch.autograd.graph.get_gradient_edge(tensor) for tensor in inputs if is_in_graph(tensor))
-            return all(_executes(edge.node) for edge in edges)
+            edge = torch.autograd.graph.get_gradient_edge  # there is none of a sparse leaf
+            return all(is_dense(t) and _executes(edge(t).node) for t in inputs if is_in_graph(t))
 
 
 def _is_passed(tensor: torch.Tensor) -> bool:

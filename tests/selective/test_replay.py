@@ -422,6 +422,17 @@ def test_values_that_only_the_recompute_reads_are_released_in_the_last_pass() ->
     assert again - once >= 4 * x.nbytes
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_region_that_saves_values_gets_a_sparse_matrix_that_requires_grad(layout: torch.layout) -> None:
+    matrix, x = rand(30, 30, grad=False).to_sparse(layout=layout).requires_grad_(), rand(30, 30)
+    fn = lambda matrix, x: ((matrix @ x).tanh() @ x).exp()
+    found, expected = (
+        [each.to_dense() for each in torch.autograd.grad(f(matrix, x).sum(), [matrix, x])]
+        for f in (remat(fn, policy=MATMULS), fn)
+    )
+    assert_same(found, expected)
+
+
 @pytest.mark.parametrize(
     ("fn", "operator"),
     [
