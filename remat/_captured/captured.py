@@ -271,8 +271,8 @@ class Captured:
                         self.note(Entries, own := attributes(value), own, whole=True)
                 self.see_all(items.items(), path.attribute)
         own_state = [] if cls.__module__ == _FSDP1 else [each for each in state.items() if each[0] not in _BASE_STATE]
-        # With empty ones, as hooks may be added before a recompute. The other dicts only say how these are called.
-        hooks = [(name, state[name]) for name in _HOOKS if state.get(name) or (name in _HOOKS[:2] and name in state)]
+        # With empty ones, as hooks may be added before a recompute. The last dicts only say how others are called.
+        hooks = [(name, state[name]) for name in _HOOKS if state.get(name) or (name in _HOOKS[:4] and name in state)]
         seen = [*own_state, *hooks]
         self.see_all([each for each in seen if not isinstance(each[1], Tensor)] if sharded else seen, path.attribute)
         if not sharded:
@@ -353,8 +353,8 @@ _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.container, Captured.of_tuple)
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # its modules have no state but FSDP's own
 _HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs",
-    "_forward_hooks_always_called",
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
 )  # fmt: skip
 _BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a forward
 _BUILTINS = frozenset(vars(builtins))

@@ -8,6 +8,7 @@ import sys
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from operator import is_
 from pathlib import Path
 from types import SimpleNamespace
@@ -247,6 +248,23 @@ def test_a_recompute_reads_the_state_of_the_first_run(name: str, way: Callable, 
     (found, state), (expected, wanted) = run(wrap), run(plain)
     assert_same(found, expected, exact=False)
     assert_same(state, wanted)
+
+
+@pytest.mark.parametrize("removed", [True, False])
+def test_backward_hooks_that_change_between_the_runs_are_no_mismatch(removed: bool) -> None:
+    gradients = []
+    for wrap in (remat, plain):
+        torch.manual_seed(1)
+        linear, x = nn.Linear(3, 3), X.clone().requires_grad_()
+        register = partial(linear.register_full_backward_hook, lambda module, grads, results: (grads[0] * 2,))
+        handle = register() if removed else None
+        out = wrap(lambda x: linear(x).exp())(x)
+        if handle is None:
+            register()
+        else:
+            handle.remove()
+        gradients.append(torch.autograd.grad(out.sum(), [x, *linear.parameters()]))
+    assert_same(*gradients)
 
 
 def test_tensors_in_attributes_of_parameters_are_left_alone() -> None:
