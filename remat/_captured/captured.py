@@ -10,6 +10,7 @@ import builtins
 import functools
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from dis import get_instructions
 from itertools import islice
@@ -348,6 +349,7 @@ _BASES: dict[type, Visit] = {
     list: Captured.container,
     tuple: Captured.of_tuple,
     SimpleNamespace: Captured.instance,
+    Namespace: Captured.instance,
 }
 _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.container, Captured.of_tuple)

@@ -6,6 +6,7 @@ Some tests are of tensors that a region appends to a list or dict, as libraries 
 import importlib
 import sys
 import weakref
+from argparse import Namespace
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from functools import partial
@@ -213,6 +214,11 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         "def fn(x): return helper(x)",
         lambda: {"helper": lambda x, scale=2.0, *, k=(3.0,): (x * scale * k[0]).sin()},
         other_defaults,
+    ),
+    "parsed options": of_source(
+        "def fn(x): return (x * args.scale * args.betas[0]).exp()",
+        lambda: {"args": Namespace(scale=2.0, betas=[3.0])},
+        lambda scope: (setattr(scope["args"], "scale", 5.0), scope["args"].betas.insert(0, 4.0)),
     ),
     "replaced containers": of_source(  # the recompute gets copies of the old ones
         "def fn(x): return (x * d['w'][0] * o['w'] * l[0] * (1 + len(d['more']) + len(o) + len(l))).sin()",
