@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from argparse import Namespace
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from dis import get_instructions
 from itertools import islice
@@ -20,6 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.quasirandom import SobolEngine
 
 from .._ambient.generators import is_generator
 from .._core.tensors import is_left_from_vmap
@@ -348,8 +350,7 @@ _BASES: dict[type, Visit] = {
     dict: Captured.container,
     list: Captured.container,
     tuple: Captured.of_tuple,
-    SimpleNamespace: Captured.instance,
-    Namespace: Captured.instance,
+    **dict.fromkeys((SimpleNamespace, Namespace, UserDict, SobolEngine), Captured.instance),
 }
 _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.container, Captured.of_tuple)

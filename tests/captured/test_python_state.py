@@ -7,7 +7,7 @@ import importlib
 import sys
 import weakref
 from argparse import Namespace
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
 from functools import partial
 from operator import is_
@@ -20,6 +20,7 @@ import torch
 from cases import Wrap, assert_same, plain
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.quasirandom import SobolEngine
 
 from benchmarks.measure import leaked_bytes
 from remat import is_recomputing, policies, remat
@@ -215,10 +216,10 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         lambda: {"helper": lambda x, scale=2.0, *, k=(3.0,): (x * scale * k[0]).sin()},
         other_defaults,
     ),
-    "parsed options": of_source(
-        "def fn(x): return (x * args.scale * args.betas[0]).exp()",
-        lambda: {"args": Namespace(scale=2.0, betas=[3.0])},
-        lambda scope: (setattr(scope["args"], "scale", 5.0), scope["args"].betas.insert(0, 4.0)),
+    "objects of classes of libraries": of_source(
+        "def fn(x): return (x * args.scale * options['k'][0] ).exp()",
+        lambda: {"args": Namespace(scale=2.0), "options": UserDict(k=[3.0])},
+        lambda scope: (setattr(scope["args"], "scale", 5.0), scope["options"]["k"].insert(0, 4.0)),
     ),
     "replaced containers": of_source(  # the recompute gets copies of the old ones
         "def fn(x): return (x * d['w'][0] * o['w'] * l[0] * (1 + len(d['more']) + len(o) + len(l))).sin()",
@@ -254,6 +255,14 @@ def test_a_recompute_reads_the_state_of_the_first_run(name: str, way: Callable, 
     (found, state), (expected, wanted) = run(wrap), run(plain)
     assert_same(found, expected, exact=False)
     assert_same(state, wanted)
+
+
+def test_a_sobol_engine_draws_the_same_points_again() -> None:
+    def run(wrap: Wrap) -> Any:
+        sobol = SobolEngine(3, scramble=True, seed=1)
+        return by_autograd(wrap(lambda x: (x * sobol.draw(4)).exp()), X), sobol.num_generated
+
+    assert_same(run(remat), run(plain), exact=False)
 
 
 def force(module: nn.Module, x: Tensor) -> Tensor:
