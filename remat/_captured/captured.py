@@ -26,7 +26,7 @@ from torch.quasirandom import SobolEngine
 from .._ambient.generators import is_generator
 from .._core.tensors import is_left_from_vmap
 from .._core.trees import attributes, contents, copy_dict, size, slots
-from .variables import COPIED, MISSING, Copy, Descriptors, Entries, Items, PartialArgs, TensorId, Variables, read
+from .variables import COPIED, MISSING, Copy, Descriptors, Empty, Entries, Items, PartialArgs, TensorId, Variables, read
 
 
 class Path:
@@ -148,6 +148,7 @@ class Captured:
         self.tensors: list[tuple[Path, Any]] = []  # and generators
         self.buffers: set[int] = set()  # the ids of those that are buffers of modules
         self.variables: list[Variables] = []
+        self._empty: list[Any] = []  # the dicts for hooks of modules without hooks
         self._queue: list[tuple[Visit, Any, Path]] = []
         self._seen: set[Any] = set()
         self._copies: dict[int, Any] = {}  # the records of containers, by id; a tuple may be its own
@@ -159,6 +160,8 @@ class Captured:
             if id(value) not in self._seen:
                 self._seen.add(id(value))
                 visit(self, value, path)
+        if self._empty:
+            self.variables.append(Empty(self._empty, {}))
 
     def see(self, value: Any, path: Path) -> None:
         if (visit := visits[type(value)]) is not None:
@@ -274,14 +277,14 @@ class Captured:
                         self.note(Entries, own := attributes(value), own, whole=True)
                 self.see_all(items.items(), path.attribute)
         own_state = [] if cls.__module__ == _FSDP1 else [each for each in state.items() if each[0] not in _BASE_STATE]
-        # With empty ones, as hooks may be added before a recompute. The last dicts only say how others are called.
-        hooks = [(name, state[name]) for name in _HOOKS if state.get(name) or (name in _HOOKS[:4] and name in state)]
+        hooks = [(name, state[name]) for name in _HOOKS if state.get(name)]
         seen = [*own_state, *hooks]
         self.see_all([each for each in seen if not isinstance(each[1], Tensor)] if sharded else seen, path.attribute)
         if not sharded:
             then = state.copy()
             then.update({name: self._frozen(value) for name, value in seen})
             self.variables.append(Entries(state, then, whole=True))
+            self._empty += [state[name] for name in _HOOKS[:4] if not state.get(name, True)]
         self.see(called(cls, "forward"), path.attribute("forward"))
 
     def instance(self, value: Any, path: Path) -> None:

@@ -75,6 +75,18 @@ class Items(Variables):
         list.__setitem__(self.holder, slice(None), list(values.values()))
 
 
+class Empty(Variables):
+    """The contents of a list of dicts, which all were empty."""
+
+    def now(self) -> dict[Any, Any]:
+        return {i: entries.copy() for i, entries in enumerate(self.holder) if entries}
+
+    def put(self, values: dict[Any, Any]) -> None:
+        for i, entries in enumerate(self.holder):
+            entries.clear()
+            entries.update(values.get(i, {}))
+
+
 def read(slot: Any, holder: Any) -> Any:
     """The value of a slot, or of a closure cell."""
     try:
