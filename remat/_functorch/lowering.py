@@ -45,6 +45,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                         state.watch.limit(shared.watch.orders_below)
                     break
                 except NeedsLevels:
+                    if not kinds and state.watch is not None and not state.watch.region.graded:
+                        raise  # the levels are those of the region around it
                     needs_levels = True
                 except Exception as error:
                     if "INTERNAL ASSERT" in str(error) and shared.watch is not None:

@@ -158,6 +158,14 @@ def test_dropout_of_a_transposed_tensor_that_no_transform_follows_draws_the_same
     both(lambda wrap: SAME[name](lambda x: wrap(drop)(other) * x))
 
 
+def test_dropout_in_a_region_within_regions_that_call_torch_func_draws_the_same_numbers() -> None:
+    def program(wrap: Wrap) -> Fn:
+        inner = wrap(wrap(lambda x: dropout(x.t(), 0.5)))
+        return wrap(wrap(lambda x: grad(torch.sin)(x.sum()) * inner(x)))
+
+    both(lambda wrap: grad(summed(program(wrap)))(X))
+
+
 def without_grad(wrap: Wrap) -> Fn:
     def call(x: Tensor) -> Tensor:
         with torch.no_grad():
