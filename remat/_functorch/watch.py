@@ -49,7 +49,7 @@ class Watch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if state.own_work or state.watch is not self:
+        if torch.compiler.is_compiling() or state.own_work or state.watch is not self:
             return func(*args, **kwargs)
         with own_work():  # else it would see its own calls
             self._check(func, args)
@@ -172,7 +172,8 @@ class Watch(TorchFunctionMode):
             raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)) + made)
 
     def _alive_suspects(self) -> list[torch.Tensor]:
-        found = [tensor for suspect in self.suspects if (tensor := suspect()) is not None]
+        # Dynamo keeps the tensors that it traces with.
+        found = [t for each in self.suspects if (t := each()) is not None and type(t) is not private.FakeTensor]
         return [tensor for tensor in found if not private.is_dead(tensor) and not is_left_from_vmap(tensor)]
 
 

@@ -79,6 +79,8 @@ ONLY_COND, NAMES = policies.save_ops(COND), policies.save_only_these_names("h")
         (loop, {"policy": policies.save_matmuls}),
         (scanned, {"policy": NAMES}),
         (attention, {"policy": policies.save_matmuls}),
+        (lambda x, w: branches(x, w) - torch.func.grad(lambda w: (x @ w).sin().sum())(w), {}),
+        (lambda x, w: scanned(x, w) - torch.func.grad(lambda w: (x @ w).sin().sum())(w), {"policy": NAMES}),
     ],
 )
 def test_values_gradients_and_random_numbers_are_those_of_the_plain_function(fn: Callable, options: dict) -> None:
