@@ -169,6 +169,8 @@ backward_hooks = attrgetter("_backward_hooks")  # for many tensors; None if ther
 def set_backward_hooks(tensor: torch.Tensor, hooks: dict) -> None:
     """Give a tensor hooks on its gradient, those of the tensor whose place it takes in a recompute."""
     tensor._backward_hooks = OrderedDict(hooks)
+    if tensor.grad_fn is not None:
+        tensor.grad_fn._register_hook_dict(tensor)
 
 
 _mode, _PROXY, _jit_traces = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY, torch._C._is_tracing

@@ -269,14 +269,15 @@ def switched_off_and_on(wrap: Wrap) -> Any:
 def hooks_of_inputs(wrap: Wrap) -> Any:
     """A gradient inside of the region calls them."""
     x, w, scale = rand(3), rand(3, seed=1), rand(3, seed=2, grad=False)
-    for tensor in (x, w):
+    computed = x * 2
+    for tensor in (x, w, computed):
         tensor.register_hook(lambda g: g * 0.5)
 
     def fn(x: Tensor) -> Tensor:
         first, second = torch.autograd.grad((x * w * scale).sin().sum(), (x, w), create_graph=True)
         return (first * second * scale).sin()
 
-    return torch.autograd.grad(wrap(fn)(x).sum(), (x, w))
+    return [torch.autograd.grad(wrap(fn)(t).sum(), (x, w), retain_graph=True) for t in (x, computed)]
 
 
 def attributes_of_parameters(wrap: Wrap) -> Any:
