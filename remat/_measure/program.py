@@ -113,7 +113,8 @@ class Program:
     ) -> None:
         if not callable(fn):
             raise TypeError(
-                f"Give the function or module, then arguments, as in `(fn, x)` for `fn(x)`; got {type(fn).__name__}."
+                f"Give the function or module first and then its arguments, as in `(fn, x)` for `fn(x)`; got "
+                f"{type(fn).__name__}."
             )
         if isinstance(fn, type):
             raise TypeError(f"Give a function or a module, not the class {fn.__name__}: make an instance of it.")

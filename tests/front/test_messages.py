@@ -156,7 +156,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: remat.remat(3), "takes a function or another callable, got int. Pass the function, not its result"),
     (lambda: remat.remat(nn.Linear), "not the class Linear: wrap an instance, or its method"),
     (lambda: remat.remat(layer(BIG)), "Pass the function, not its result: `remat(fn)(x)`"),
-    (lambda: SAVE or None, "Combine policies by `p | q`, `p & q` and `~p`; compare with None."),
+    (lambda: SAVE or None, "Combine: `p | q`, `p & q`, `~p`; compare with None."),
     (lambda: remat.remat(layer, early_stop=BIG), "got a tensor of shape [1000, 1000]"),
     (lambda: remat.checkpoint_name("h", BIG), "got a tensor of shape [1000, 1000]. The arguments are swapped."),
     (lambda: remat.nn.apply(model(), nn.Tanh()), "got a Tanh: pass its class, `type(module)`."),

@@ -157,7 +157,7 @@ def test_policies_are_a_list() -> None:
 
 def test_notes() -> None:
     whole = str(remat.report(*blocks(), policies=[None])).splitlines()
-    assert whole[-1].startswith("Under each policy the model is one region. With `where=Block` the modules")
+    assert whole[-1].startswith("Under each policy the model is one region. With `where=Block` modules")
     for net, options in ((nn.Tanh(), {}), (blocks()[0], {"policies": []})):
         assert "one region" not in str(remat.report(net, torch.ones(2, 64), **options))
     for given, said in (([None], True), ([], False)):

@@ -395,7 +395,7 @@ INVALID = "must be finite and not negative"
         (lambda: policies.save_matmuls & policies.budget(1), "can't be combined with another policy"),
         (lambda: policies.offload(policies.budget(1)), "can't be combined with another policy"),
         (lambda: ~policies.budget(1), "can't be combined with another policy"),
-        (costing(float("nan")), f"{INVALID}; for aten.mm.default it returned nan"),
+        (costing(float("nan")), f"{INVALID}; the function returned nan"),
         (costing(float("inf")), INVALID),
         (costing(-1.0), INVALID),
         (costing(None), "The cost function of a budget failed for aten.mm.default"),
