@@ -142,7 +142,7 @@ class Recording:
         log.append(step)
         if step.overwritten:
             for value in step.overwritten:
-                saved_values.forget(value)
+                saved_values.forget(value, facts.updates_statistics)  # autograd has saved them before
             self.saves.on_overwrite(number, dict(zip(step.overwritten, step.outs[-len(step.overwritten) :])))
         if verdict is not None or self.choices is not None:
             log.lines[number] = user_line() if last is None else last.lines[number]

@@ -225,9 +225,9 @@ class SavedValues:
             with unseen():
                 self.candidates[value] = as_bytes(tensor).clone()
 
-    def forget(self, value: int) -> None:
-        """Release the residual of a value that isn't saved any more, or was overwritten."""
-        if (residual := self.residual(value)) is not None:
+    def forget(self, value: int, stays: bool = False) -> None:
+        """Release the residual of a value that isn't saved any more, or was overwritten. What slots read may stay."""
+        if (residual := self.residual(value)) is not None and not stays:
             residual.settle()
         self._owned.pop(value, None)
         self._residuals.pop(value, None)

@@ -487,6 +487,14 @@ def test_an_inner_region_saves_a_value_that_a_restored_operation_overwrites() ->
     assert_same((gradients(fn), gradients(twice)), expected)
 
 
+def test_a_backward_inside_reads_the_statistics_that_batch_norm_has_updated() -> None:
+    def fn(x: Tensor) -> Tensor:
+        out = F.batch_norm(x, torch.ones(4).double(), torch.ones(4).double(), rand(4), training=True)
+        return torch.autograd.grad(out.square().sum(), x, create_graph=True)[0]
+
+    assert_same(gradients(remat(remat(fn, policy=EVERYTHING))), gradients(fn))
+
+
 def test_constants_of_another_kind_are_another_operation() -> None:
     """Equal in Python, but not in torch: a recompute must not take one for the other."""
 
