@@ -29,6 +29,7 @@ NUMBER, CAPTURED = 2.0, torch.tensor(2.0, dtype=torch.float64)
 IMPORTED, CONTEXT, MEMBERS = ModuleType("remat_test_imported"), ContextVar("k", default=2.0), {2.0}
 NUMBERS, QUEUE, ARRAY = itertools.count(2), deque([2.0]), numpy.array([2.0])
 CAPTURED.k, IMPORTED.k, GET = 2.0, 2.0, (TABLE := {"k": 2.0}).get
+MANY, TABLE_OF_MANY = [2.0] * 1001, dict.fromkeys(range(1001), 2.0)
 
 
 class Holder:
@@ -88,6 +89,10 @@ ROWS: dict[str, list[Program]] = {
     ],
     "a list or dict of which the function has only a bound method, such as `get = table.get`": [
         later(lambda x: of(x, GET("k")), item(TABLE, "k")),
+    ],
+    "entries of a list or dict that has more than 1,000 numbers, strings and the like": [
+        later(lambda x: of(x, MANY[0]), item(MANY, 0)),
+        later(lambda x: of(x, TABLE_OF_MANY[0]), item(TABLE_OF_MANY, 0)),
     ],
     "iterators and generators, which each run advances; deques and NumPy arrays": [
         later(lambda x: of(x, next(NUMBERS)), nullcontext),
@@ -158,3 +163,13 @@ def test_a_region_that_calls_torch_func_starts_again_after_effects_that_are_not_
 
     remat(step)(rand(3))
     assert (len(seen), [*queue], len(members), next(numbers)) == (1, [0, 1], 2, 2)
+
+
+def test_a_list_that_only_a_variable_holds_keeps_what_a_recompute_adds() -> None:
+    seen, state, x = list[float](), {"seen": list[float]()}, rand(3)
+    for fn, factor in (
+        (lambda x: seen.append(1.0) or of(x, len(seen)), 3),
+        (lambda x: state["seen"].append(1.0) or of(x, len(state["seen"])), 2),
+    ):
+        remat(fn)(x).sum().backward()
+        assert torch.equal(remat(fn)(x), of(x, factor))
