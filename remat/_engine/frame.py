@@ -56,7 +56,7 @@ class Frame:
         self.region, self.operands, self.captured_inputs = region, operands, captured_inputs
         self.outer = outer  # the hooks around the region, to which operands and captured tensors were handed
         # Of this region and those around it: in the middle of a first run no replay adds the own one for inner regions.
-        own = () if run.recorder is None else (run.recorder.recording.verdicts.policy,)
+        own = () if run.recorder is None else (run.recorder.recording.judge.policy,)
         self.policies = *state.policies, *own
         self.read_inside = read_inside  # backward passes inside read slots, which own their values in the first run
         # Whether slots may own values in the first run, or it is below levels of torch.func.

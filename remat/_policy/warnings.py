@@ -21,10 +21,10 @@ class Warned:
         self.names: set[str] = set()  # names that were warned about
         self.operators: bool = operators  # whether no (further) warning about unmatched operators is due
 
-    def of_names(self, verdicts: Any, known: Known) -> None:
+    def of_names(self, judge: Any, known: Known) -> None:
         """Warn of the names that a policy mentions but that no value of the region has, after its first run."""
-        given = sorted(verdicts.given)
-        for pattern in verdicts.own.mentioned_names:
+        given = sorted(judge.given)
+        for pattern in judge.own.mentioned_names:
             if any(is_named(name, pattern) for name in given) or pattern in self.names:
                 continue
             self.names.add(pattern)
@@ -42,13 +42,13 @@ class Warned:
 
         It is given in the backward pass, as later calls may match one.
         """
-        verdicts, log = recording.verdicts, recording.log
-        own, alone = verdicts.own, verdicts.own is verdicts.policy
+        judge, log = recording.judge, recording.log
+        own, alone = judge.own, judge.own is judge.policy
         # An outer region's policy may have decided, so that the predicates were not called.
         if self.operators or not (alone if own.asks else own.mentioned_ops) or not log.steps:
             return None
         found = {own.verdict_for(step.facts.func) for step in log.steps}
-        found |= {own.verdict_for(log.maker(i).facts.func, frozenset(names)) for i, names in verdicts.names.items()}
+        found |= {own.verdict_for(log.maker(i).facts.func, frozenset(names)) for i, names in judge.names.items()}
         # Where a predicate decides, that is None: what it has allowed counts.
         self.operators = bool(alone and recording.saved_values.allowed) or not found <= {Verdict.RECOMPUTE, None}
         executed = list(dict.fromkeys(str(step.facts.func) for step in log.steps))

@@ -28,7 +28,7 @@ class Record:
     """The record of a region's first run, made when the run has ended."""
 
     def __init__(self, recording: Recording, results: list[tuple[int | None, torch.Tensor]]) -> None:
-        self.policy, self.known, self.saved_values = recording.verdicts.policy, recording.known, recording.saved_values
+        self.policy, self.known, self.saved_values = recording.judge.policy, recording.known, recording.saved_values
         self.inputs = recording.inputs  # the values of the operands and the captured tensors
         self.drawing = recording.log.drawing
         self.program = recording.program()
@@ -37,9 +37,9 @@ class Record:
         self._end = len(self.program.steps)
         # The values that autograd saved: a full recompute makes them.
         self._wanted = recording.saves.roots(self._end, self.saved_values.hooks)
-        warned = recording.verdicts.warned
+        warned = recording.judge.warned
         self.warns = warned.unmatched(recording)  # gives a warning when a backward pass begins
-        warned.of_names(recording.verdicts, recording.known)
+        warned.of_names(recording.judge, recording.known)
         self._choose(recording, {value for value, _ in results})
         self._decide_what_is_saved(recording, results)
         # Those of constants. A recompute gets the inputs as arguments.
@@ -90,7 +90,7 @@ class Recorder(RegionMode):
     """The dispatch mode of a first run, which records the operations."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__(recording.verdicts.policy, recording.known, recording.log.drawing)
+        super().__init__(recording.judge.policy, recording.known, recording.log.drawing)
         self.recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -118,7 +118,7 @@ class Recorder(RegionMode):
 
     def _on_wrappers(self, func: Any, facts: Facts, args: tuple, kwargs: dict) -> Any:
         """Execute an operation on wrapper subclasses, and record the operations that it executes on inner tensors."""
-        recording, around = self.recording, self.recording.verdicts.around
+        recording, around = self.recording, self.recording.judge.around
         if facts in around:  # it is dispatched again, or on the tensors inside
             return NotImplemented
         start = len(recording.log.steps)

@@ -30,7 +30,7 @@ _requires_grad = attrgetter("requires_grad")
 _DETACH = torch.ops.aten.detach.default
 
 
-class Verdicts:
+class Judge:
     """The decisions of a policy in one first run."""
 
     def __init__(self, policy: Policy, own: Policy, warned: Warned) -> None:
@@ -78,7 +78,7 @@ class Recording:
 
     def __init__(self, policy: Policy, known: Known, own: Policy, warned: Warned) -> None:
         self.known = known
-        self.verdicts = Verdicts(policy, own, warned)
+        self.judge = Judge(policy, own, warned)
         self.choices = Choices(policy, known) if isinstance(policy, Budget) else None
         self.has_slots = False  # whether autograd gets slots; otherwise it isn't known which values it saves
         self.storages = Storages()
@@ -104,7 +104,7 @@ class Recording:
                 self._flags |= part.requires_grad
                 self.inputs.append(value)
         if self._compares:
-            self._last = self.known.programs.get(self.verdicts.policy)
+            self._last = self.known.programs.get(self.judge.policy)
 
     def with_slots(self, outer: Hooks | None) -> None:
         """Note that autograd gets slots, and which hooks around the region get what it saves."""
@@ -114,11 +114,11 @@ class Recording:
     @property
     def _compares(self) -> bool:
         # A policy with predicates is not compared, as its predicate may be a new object in each call.
-        return self._flags and not (self.verdicts.policy.asks or self.choices)
+        return self._flags and not (self.judge.policy.asks or self.choices)
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """Copy values that an operation is about to overwrite if they may have to be saved."""
-        may_recompute = self.verdicts.policy.verdict_for(facts.func) in (None, Verdict.RECOMPUTE)
+        may_recompute = self.judge.policy.verdict_for(facts.func) in (None, Verdict.RECOMPUTE)
         for tensor in facts.written(args, kwargs):
             self.saved_values.copy_before_writing(self.storages.get(tensor), tensor, may_recompute)
 
@@ -138,7 +138,7 @@ class Recording:
             verdict = last.verdicts.get(number)
         else:
             last = self._last = None
-            verdict = self.verdicts.on_operation([number], facts, args, kwargs, result) if step.is_judged else None
+            verdict = self.judge.on_operation([number], facts, args, kwargs, result) if step.is_judged else None
         log.append(step)
         if step.overwritten:
             for value in step.overwritten:
@@ -192,7 +192,7 @@ class Recording:
         made = {number for number in made if log.steps[number].is_judged}
         if not made or self.choices is not None:
             return
-        verdict = self.verdicts.on_operation(made, facts, args, kwargs, result)
+        verdict = self.judge.on_operation(made, facts, args, kwargs, result)
         if verdict is None:
             return
         for number in made:
@@ -206,7 +206,7 @@ class Recording:
 
     def saved(self, tensor: torch.Tensor, slot: Any) -> None:
         """Record that autograd saved a tensor and got a slot. If the policy allows it, the slot owns the residual."""
-        log, after, judges_names = self.log, len(self.log.steps), self.verdicts.judges_names
+        log, after, judges_names = self.log, len(self.log.steps), self.judge.judges_names
         storage, form = place_of(tensor) if is_plain(tensor) else (tensor, None)
         value = self.storages.at(storage)
         if value is not None and is_as_it_lies(form):
@@ -230,7 +230,7 @@ class Recording:
 
     def name(self, tensor: torch.Tensor, name: str, line: Line) -> None:
         """Record the name of a tensor."""
-        self.verdicts.given.add(name)
+        self.judge.given.add(name)
         for value, part in self.storages.inside(tensor):
             if value in self.log.made:
                 self._name(value, part, name, line)
@@ -239,14 +239,14 @@ class Recording:
         log, saved_values, number = self.log, self.saved_values, self.log.made[value]
         step = log.steps[number]
         log.lines.setdefault(number, line)
-        verdict = self.verdicts.on_name(value, number, step, name)
+        verdict = self.judge.on_name(value, number, step, name)
         if verdict is not None:
             saved_values.decide(value, verdict)
         if value in saved_values.allowed and self._is_read(value):
             saved_values.hold(value, part)
         # Otherwise the operation would have to be recomputed for its other results.
         for sibling in step.outs if value in saved_values.allowed else ():
-            if sibling not in saved_values.allowed and sibling not in self.verdicts.names and sibling in self._siblings:
+            if sibling not in saved_values.allowed and sibling not in self.judge.names and sibling in self._siblings:
                 saved_values.decide(sibling, saved_values.allowed[value])
                 saved_values.hold(sibling, self._siblings[sibling])
 
@@ -281,7 +281,7 @@ class Recording:
             return self._last
         program, known = Program(self.log, compiles), self.known.programs
         if self._compares and program.lasts:
-            if len(known) >= _PROGRAMS and self.verdicts.policy not in known:
+            if len(known) >= _PROGRAMS and self.judge.policy not in known:
                 known.clear()
-            known[self.verdicts.policy] = program
+            known[self.judge.policy] = program
         return program
