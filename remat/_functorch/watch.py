@@ -86,6 +86,8 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
         if func is torch.autograd.grad:
             self.differentiates = True
+            if any(map(private.backward_hooks, self.region.inputs.operands)):
+                raise RematError(_HOOKED)
             # A pullback differentiates results of a level that has ended.
             outs = [private.unwrap_if_dead(t) for t in tensors(args[:1]) if not self._is_inside(t)]
             self.reads([t for t in outs if private.JVP in kinds or requires_grad_somewhere(t)])
@@ -240,6 +242,10 @@ _CUT = (
 _HOOK = (
     "A region under torch.func registers a hook on {}, which would get the gradient of only one transform around "
     "it, or a part of the gradient. Register it outside of the region, or write an autograd Function."
+)
+_HOOKED = (
+    "A region that uses torch.func calls torch.autograd.grad, which would not call the hooks on the region's inputs. "
+    "Differentiate by torch.func there, or give the region tensors without hooks."
 )
 _NO_GRAD = (
     "A region under torch.func calls {}, an autograd Function, within `torch.no_grad()`, which acts on one of the "

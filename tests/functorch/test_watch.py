@@ -348,3 +348,14 @@ def test_a_hook_on_what_requires_grad_in_the_recompute_only_is_refused() -> None
     program(plain)
     with pytest.raises(RematError, match="registers a hook in its recompute"):
         program(remat)
+
+
+def test_a_derivative_inside_that_would_not_call_the_hooks_of_inputs_is_an_error() -> None:
+    def step(x: Tensor) -> Tensor:
+        return grad(lambda x: x.sin().sum())(x) * torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
+
+    x = V.clone().requires_grad_()
+    assert_same(remat(step)(x), step(x))
+    x.register_hook(lambda g: 2 * g)
+    with pytest.raises(RematError, match=r"autograd\.grad, which would not call the hooks on the region's inputs"):
+        remat(step)(x)

@@ -29,6 +29,7 @@ MEANT = re.compile(
     r"requires grad and was changed in place by the region"  # an in-place module that is itself a region
     r"|A region under torch\.func stored a tensor"  # in an attribute, say
     r"|A region under torch\.func (uses `detach_`|registers a hook|calls )"  # which act on one of several transforms
+    r"|A region that uses torch\.func calls torch\.autograd\.grad"  # with hooks on its inputs
     r"|A region with a policy traces a function|as torch\.func\.linearize does"
 )
 
