@@ -206,9 +206,7 @@ def ends_of_backward(out: Tensor) -> int:
 @both
 @row("`early_stop`", "`set_checkpoint_early_stop`, `set_checkpoint_debug_enabled`")
 def test_early_stop_and_its_switch(module: Any) -> None:
-    def run(**options: Any) -> Tensor:
-        return module.checkpoint(ends_late, rand(3), use_reentrant=False, **options)
-
+    run = lambda **options: module.checkpoint(ends_late, rand(3), use_reentrant=False, **options)
     switch = torch.utils.checkpoint.set_checkpoint_early_stop
     assert ends_of_backward(run()) == ends_of_backward(run(early_stop=True)) == 0
     assert ends_of_backward(run(early_stop=False)) == 1

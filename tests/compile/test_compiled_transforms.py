@@ -271,9 +271,7 @@ def test_autograd_in_compiled_code_recomputes_as_with_torchs_checkpoint() -> Non
 
         return step
 
-    def by_torch(f: Callable) -> Callable:
-        return lambda *args: checkpoint(f, *args, use_reentrant=False)
-
+    by_torch = lambda f: lambda *args: checkpoint(f, *args, use_reentrant=False)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         none, ours, torchs = (graphs_of(make(wrap), lambda f: f(X, W1, W2)) for wrap in (plain, remat, by_torch))
     torch.testing.assert_close(ours[1], make(plain)(X, W1, W2))

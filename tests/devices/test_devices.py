@@ -98,9 +98,7 @@ def test_functions_and_policies(fn: Callable, way: Callable, policy: str) -> Non
 @pytest.mark.parametrize("way", [by_autograd, by_grad])
 def test_a_generator_of_the_user(way: Callable, how: str) -> None:
     own = torch.Generator(DEVICE)
-
-    def fn(x: Tensor, w: Tensor, generator: torch.Generator = own) -> Tensor:
-        return (x @ w * torch.rand(8, device=DEVICE, generator=generator)).sin().exp()
+    fn = lambda x, w, generator=own: (x @ w * torch.rand(8, device=DEVICE, generator=generator)).sin().exp()
 
     def run(f: Callable) -> Any:
         own.manual_seed(3)
@@ -111,9 +109,7 @@ def test_a_generator_of_the_user(way: Callable, how: str) -> None:
 
 
 def test_without_preserve_rng_state_the_recompute_draws_further_numbers() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return (x + 0 * torch.rand(8, device=DEVICE)).sin().exp()
-
+    fn = lambda x: (x + 0 * torch.rand(8, device=DEVICE)).sin().exp()
     x = leaf(8)
     torch.manual_seed(1)
     torch.rand(8, device=DEVICE), torch.rand(8, device=DEVICE)
@@ -288,10 +284,7 @@ def test_a_graph_of_forward_and_backward() -> None:
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-
-    def block() -> nn.Module:
-        return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
-
+    block = lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
     return nn.Sequential(*(block() for _ in range(6))).to(DEVICE)
 
 

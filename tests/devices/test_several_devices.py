@@ -50,9 +50,7 @@ def draws_alike(fn: Callable, *args: Tensor, policy: Any = None, forward: int = 
 @pytest.mark.parametrize("forward", [0, 1])
 @pytest.mark.parametrize("where", ["cpu", f"{DEVICE}:0", f"{DEVICE}:1"])
 def test_current_device(where: str, forward: int, backward: int, policy: Any) -> None:
-    def fn(x: Tensor) -> Tensor:
-        return (dropped(x) * torch.rand(4, device=DEVICE).to(x.device)).exp()
-
+    fn = lambda x: (dropped(x) * torch.rand(4, device=DEVICE).to(x.device)).exp()
     draws_alike(fn, leaf(4, 4, device=where), policy=policy, forward=forward, backward=backward)
 
 
@@ -71,9 +69,7 @@ def test_draws_on_a_device_without_arguments(where: str, to: str, policy: Any) -
 
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 def test_two_devices_in_one_region(policy: Any) -> None:
-    def fn(x: Tensor, y: Tensor) -> Tensor:
-        return (dropped(x) * dropped(y).to(x.device)).cos()
-
+    fn = lambda x, y: (dropped(x) * dropped(y).to(x.device)).cos()
     draws_alike(fn, leaf(4, 4, device=f"{DEVICE}:0"), leaf(4, 4, device=f"{DEVICE}:1"), policy=policy)
 
 

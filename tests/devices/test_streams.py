@@ -120,10 +120,7 @@ POLICIES = [*PLAIN_POLICIES, SINES | MATMULS]
 @pytest.mark.parametrize("fn", REGIONS, ids=lambda fn: fn.__name__)
 def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Policy | None) -> None:
     side = backend.Stream()
-
-    def region(x: Tensor) -> Tensor:
-        return fn(x, backend.Stream() if anew else side)
-
+    region = lambda x: fn(x, backend.Stream() if anew else side)
     x = leaf(16, 16)
     torch.manual_seed(0)
     expected = torch.autograd.grad(fn(x, side).sum(), x)
@@ -137,13 +134,8 @@ def test_a_side_stream_in_a_region(fn: Callable, anew: bool, policy: policies.Po
 def test_a_side_stream_in_a_nested_region(policy: policies.Policy | None) -> None:
     """The operands of the inner region are ready before it starts work on its side stream."""
     side = backend.Stream()
-
-    def inner(y: Tensor) -> Tensor:
-        return beside(torch.sin, y, side)
-
-    def outer(inner: Callable, x: Tensor) -> Tensor:
-        return inner(x.sin()) + x
-
+    inner = lambda y: beside(torch.sin, y, side)
+    outer = lambda inner, x: inner(x.sin()) + x
     x = leaf(16, 16)
     expected = torch.autograd.grad(outer(inner, x).sum(), x)
     out = remat(lambda x: outer(remat(inner, policy=policy), x), policy=policy)(x).sum()

@@ -108,10 +108,7 @@ def test_a_chain_saves_the_inputs_of_its_regions_and_its_peak_is_these_and_one_r
     x, w = rand(N, N), rand(N, N, seed=1) / N
     assert held_bytes(chain, remat(block), x, w) == 8 * KB
     assert held_bytes(chain, block, x, w) == 8 * 5 * KB
-
-    def step(fn: Callable, depth: int) -> Any:
-        return torch.autograd.grad(chain(fn, x, w, depth).sum(), (x, w), retain_graph=retain)
-
+    step = lambda fn, depth: torch.autograd.grad(chain(fn, x, w, depth).sum(), (x, w), retain_graph=retain)
     peaks = {depth: peak_bytes(step, remat(block), depth) for depth in (8, 16)}
     assert peaks[16] - peaks[8] == 8 * KB
     assert peaks[8] <= (8 + 10) * KB and peaks[8] < peak_bytes(step, block, 8) / 2

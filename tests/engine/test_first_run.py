@@ -59,10 +59,7 @@ def test_what_exists_without_the_region_takes_no_memory_and_no_recompute() -> No
     """Views of inputs, captured tensors, and what an older graph made, in one region and in nested ones."""
     x, w = rand(N, N), rand(N, N, seed=1)
     h = (x @ w).sin()
-
-    def fn(x: Tensor) -> Tensor:
-        return (x.t() * w[:]) * h.view(-1).view(N, N) + x[:] * x
-
+    fn = lambda x: (x.t() * w[:]) * h.view(-1).view(N, N) + x[:] * x
     for region in (remat(fn), remat(remat(fn))):
         assert held_bytes(region, x) == KB  # the result
     assert count_ops(lambda: grad(remat(lambda x: x.t() * w[:])(x), x))["aten.mul"] == 1 + 1

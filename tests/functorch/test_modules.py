@@ -202,9 +202,7 @@ def test_an_autograd_function_without_grad_mode() -> None:
 def test_an_autograd_function_without_grad_mode_has_no_second_derivative() -> None:
     """Nor has an operation. In plain torch a Function has one: see docs/reference/limits.md."""
 
-    def second(wrap: Wrap, fn: Callable[[Tensor], Tensor]) -> Tensor:
-        return grad(summed(grad(wrap(lambda x: (torch.no_grad()(fn)(x) * x).sum()))))(X)
-
+    second = lambda wrap, fn: grad(summed(grad(wrap(lambda x: (torch.no_grad()(fn)(x) * x).sum()))))(X)
     assert_same(second(remat, sine), second(plain, torch.sin))
     assert_same(second(plain, sine), X.cos())
 

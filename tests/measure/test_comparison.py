@@ -177,10 +177,7 @@ def test_a_region_that_the_program_has_is_compared_as_it_is() -> None:
         return Stored.last.exp()
 
     region = remat.remat(stores)
-
-    def loss(x: Tensor) -> Tensor:
-        return region(x).sum() + Stored.last.sum()  # which loses its derivative under torch.func
-
+    loss = lambda x: region(x).sum() + Stored.last.sum()  # which loses its derivative under torch.func
     assert not check(loss, rand(3), transform=torch.func.grad).ok
     assert check(loss, rand(3)) and check(loss, rand(3), transform=torch.func.grad, policy=remat.policies.save_matmuls)
 

@@ -136,10 +136,7 @@ def test_inputs_have_the_names_that_the_function_uses() -> None:
 
     given = sources(several, x, {"a": [y]}, x, z, scale=rand(3, seed=3))
     assert given == {"argument x", "argument y['a'][0]", "argument args[3]", "argument scale"}
-
-    def later(x: Tensor) -> Tensor:
-        return x * x if x.ndim else unbound
-
+    later = lambda x: x * x if x.ndim else unbound
     assert sources(later, x) == {"argument x"}
     unbound = x
     assert sources(torch.mul, x, y) == {"argument args[0]", "argument args[1]"}

@@ -17,9 +17,7 @@ Entry = tuple[list[Item], Any]  # the calls, and an option or the plan of a regi
 def item(numbers: random.Random, index: int, container: Any, depth: int = 0) -> Item:
     """An item with random bytes and costs."""
 
-    def some(most: int = 20) -> int:
-        return numbers.randrange(most)
-
+    some = lambda most=20: numbers.randrange(most)
     call = Call(None, 0)
     if numbers.random() < 0.8:
         container, overwrites = container if numbers.random() < 0.8 else None, numbers.random() < 0.2

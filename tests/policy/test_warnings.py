@@ -70,9 +70,7 @@ def test_only_a_call_that_is_differentiated_warns() -> None:
 
 
 def test_another_call_that_matches_before_the_first_backward_prevents_the_warning() -> None:
-    def fn(x: Tensor, product: bool) -> Tensor:
-        return (torch.bmm(x, x) if product else x).sin().exp()
-
+    fn = lambda x, product: (torch.bmm(x, x) if product else x).sin().exp()
     x, region = rand(2, 3, 3), remat(fn, policy=NEVER)
     assert not said(lambda: (region(x, False) + region(x, True)).sum().backward())
     assert not said(backward(region, x, False))
@@ -171,9 +169,7 @@ def test_a_policy_in_a_region_without_one_causes_one_warning(inner: Any, outer: 
 
 
 def test_a_name_that_no_value_has_causes_one_warning() -> None:
-    def fn(x: Tensor) -> Tensor:
-        return checkpoint_name(x.sin(), "hidden").exp()
-
+    fn = lambda x: checkpoint_name(x.sin(), "hidden").exp()
     wrong = policies.save_only_these_names("hiden", "hid*")
     (warning,) = said(lambda: remat(fn, policy=wrong)(rand(3)), UNNAMED)
     message = "name 'hiden', but no value has this name. Values were named 'hidden'. Did you mean 'hidden'?"

@@ -131,9 +131,7 @@ def mapped(fn: Callable) -> Build:
 
 
 def laid_out(lay: Callable[[Tensor], Tensor]) -> Build:
-    def reads_the_layout(a: Tensor, w: Tensor) -> Tensor:
-        return (a * w[0, :1]).tanh() if a.is_contiguous() else (a * w[0, :1]).sin().exp()
-
+    reads_the_layout = lambda a, w: (a * w[0, :1]).tanh() if a.is_contiguous() else (a * w[0, :1]).sin().exp()
     return lambda wrap: lambda x, w: wrap(reads_the_layout)(lay(x), w)
 
 

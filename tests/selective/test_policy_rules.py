@@ -318,9 +318,7 @@ def test_operands_of_what_is_not_needed_are_saved_where_it_must_run() -> None:
 def levels(*given: Any) -> Fn:
     """A named value between two products, in regions with these policies, outermost first; each adds two sines."""
 
-    def fn(x: Tensor, w: Tensor) -> Tensor:
-        return checkpoint_name(exp(x @ w), "n") @ w
-
+    fn = lambda x, w: checkpoint_name(exp(x @ w), "n") @ w
     for policy in reversed(given):
         fn = (lambda fn: lambda x, w: sin(fn(sin(x), w)))(fn)
         fn = fn if policy == "plain" else remat(fn, policy=policy)

@@ -229,9 +229,7 @@ def test_an_error_for_a_saved_value_that_is_changed_later_names_the_operation() 
 
 
 def test_an_offloaded_value_is_copied_back_only_after_the_forward(far: Copies) -> None:
-    def fn(x: Tensor) -> Tensor:
-        return (h := x.tanh()) * torch.autograd.grad(h.sum(), x, create_graph=True)[0]
-
+    fn = lambda x: (h := x.tanh()) * torch.autograd.grad(h.sum(), x, create_graph=True)[0]
     out = remat(fn, policy=policies.offload(policies.save_ops("aten.tanh")))(x := rand(3))
     assert len(far.out) == 1 and not far.back
     assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x).sum(), x))
@@ -276,9 +274,7 @@ def test_a_predicate_is_called_once() -> None:
         asked.append(f"{op} {tuple(args[0].shape)}")
         return args[0].shape[0] > 1
 
-    def fn(x: Tensor) -> Tensor:
-        return (named(torch.empty(4, 4, dtype=x.dtype).copy_(x).t() * 2) + 1).sin().clone()
-
+    fn = lambda x: (named(torch.empty(4, 4, dtype=x.dtype).copy_(x).t() * 2) + 1).sin().clone()
     seen = policies.save_only_these_names("h") & policies.save_if(products)
     assert_same(gradients(remat(fn, policy=seen)), gradients(fn))
     assert asked == ["aten.mul.Tensor (4, 4)"]
