@@ -180,9 +180,7 @@ def repeated(fn: Callable[[Tensor], Tensor], count: int) -> Callable[[Tensor], T
     return call
 
 
-def plain_scan(
-    step: Callable, carry: Any, xs: Any = None, length: int | None = None, reverse: bool = False
-) -> tuple[Any, Any]:
+def plain_scan(step: Callable, carry: Any, xs: Any = None, length: int | None = None, reverse: bool = False) -> tuple:
     """The loop that ``remat.scan`` replaces."""
     count = len(tree_leaves(xs)[0]) if length is None else length
     order = slice(None, None, -1 if reverse else 1)
@@ -362,7 +360,7 @@ def detached_part(x: Tensor, w: Tensor) -> Tensor:
     return ((x @ w) / scale).tanh() * x.exp().detach()
 
 
-def complex_numbers(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+def of_complex(x: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
     h = torch.fft.fft(x.sin()) * z.exp()
     return h.abs(), h * z
 
@@ -420,9 +418,7 @@ CASES = (
         lambda x: (x.sin().logsumexp(1), x.cumsum(0).var(0), x.exp().prod(1), x.sort(1).values.mean(), x.norm()),
         tensors((3, 4)),
     ),
-    Case(
-        "complex_numbers", complex_numbers, lambda: (rand(4), rand(4, seed=1, dtype=torch.complex128)), jacobian=False
-    ),
+    Case("complex_numbers", of_complex, lambda: (rand(4), rand(4, seed=1, dtype=torch.complex128)), jacobian=False),
     Case(
         "loss",
         lambda x, w, target: F.cross_entropy((x.tanh() @ w).sin() @ w.T, target),

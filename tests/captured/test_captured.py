@@ -201,9 +201,7 @@ def test_a_search_in_cycles_and_deep_and_shared_containers_ends() -> None:
     assert paths(fn) == ["node['w']", "node['loop'][0][0]"]
 
 
-@pytest.mark.parametrize(
-    "before, after, found", [(31, 1000, True), (32, 0, False), (0, 9999, True), (0, 10_000, False)]
-)
+@pytest.mark.parametrize("before, after, found", [(31, 1000, True), (32, 0, False), (0, 9999, True), (0, 10000, False)])
 @pytest.mark.parametrize("kind", [list, tuple, lambda items: dict(enumerate(items))])
 def test_a_long_container_is_data_if_its_first_entries_are(kind: Any, before: int, after: int, found: bool) -> None:
     held = kind([*[1] * before, W, *[1] * after])

@@ -61,9 +61,7 @@ def private_attributes(tree: ast.AST) -> set[str]:
     """The private attributes of objects that a file reads or sets, also by `attrgetter` and `methodcaller`."""
     aliases, nodes = torch_names(tree)[0], list(ast.walk(tree))
     reads = [node for node in nodes if isinstance(node, ast.Attribute) and dotted(node).split(".")[0] not in aliases]
-    calls = [
-        node for node in nodes if isinstance(node, ast.Call) and dotted(node.func) in ("attrgetter", "methodcaller")
-    ]
+    calls = [n for n in nodes if isinstance(n, ast.Call) and dotted(n.func) in ("attrgetter", "methodcaller")]
     texts = [arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)]
     return set(filter(is_private, [*(node.attr for node in reads), *texts]))
 

@@ -95,10 +95,8 @@ def test_copies_keep_the_layout(name: str) -> None:
     for copy in (tensors.copied(tensor), tensors.laid_out(tensor.contiguous(), tensor.stride())):
         assert torch.equal(copy, tensor) and copy.stride() == tensor.stride()
         assert copy.data_ptr() != tensor.data_ptr() or tensor.is_contiguous()
-    columns = [
-        vmap(lambda x, copy=copy: copy(x.expand(2, 4)), 1)(torch.eye(4)) for copy in (tensors.copied, torch.clone)
-    ]
-    assert torch.equal(*columns)
+    made = [vmap(lambda x, copy=copy: copy(x.expand(2, 4)), 1)(torch.eye(4)) for copy in (tensors.copied, torch.clone)]
+    assert torch.equal(*made)
 
 
 def test_tensors_that_share_memory() -> None:

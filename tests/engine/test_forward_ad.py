@@ -39,9 +39,8 @@ def test_tangents_of_every_function_and_their_gradients(case: Case) -> None:
             call, primals = flat(case, fn)
             primals = [t.requires_grad_() for t in primals]
             tangents = [torch.ones_like(t).requires_grad_() for t in primals]
-            values = [
-                part for t in call(*map(fwAD.make_dual, primals, tangents)) for part in pair(t) if part is not None
-            ]
+            duals = call(*map(fwAD.make_dual, primals, tangents))
+            values = [part for dual in duals for part in pair(dual) if part is not None]
             try:
                 grads: Any = torch.autograd.grad(total(values), [*primals, *tangents], allow_unused=True)
             except (NotImplementedError, RuntimeError) as error:
@@ -57,16 +56,12 @@ def test_tangents_of_every_function_and_their_gradients(case: Case) -> None:
         assert_same(grads, expected_grads)
 
 
-def reverse_over_forward(
-    fn: Callable, x: Tensor, w: Tensor, v: Tensor, after: bool = False, follow: bool = False
-) -> Any:
+def reverse_over_forward(fn: Any, x: Tensor, w: Tensor, v: Tensor, after: bool = False, follow: bool = False) -> Any:
     """Gradients of primal, tangent and both, from one graph, and third derivatives."""
     inputs = (x, w, v.requires_grad_()) if follow else (x, w)
 
     def backward() -> list:
-        found = [
-            torch.autograd.grad(value.sin().sum(), inputs, retain_graph=True, allow_unused=True) for value in values
-        ]
+        found = [torch.autograd.grad(t.sin().sum(), inputs, retain_graph=True, allow_unused=True) for t in values]
         grads = torch.autograd.grad(values[2].sin().sum(), inputs, create_graph=True)
         return [*found, torch.autograd.grad(sum(g.sin().sum() for g in grads), inputs)]
 

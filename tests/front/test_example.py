@@ -159,9 +159,7 @@ def test_finetune_huggingface(printed: Run) -> None:
 
 def test_wave_equation(printed: Run) -> None:
     text = printed("wave_equation.py", "--quick")
-    (plain, _, _), (usual, _, _), (peak, states, _) = (
-        row(way, text) for way in ("plain loop", "scan", "scan, 4 states")
-    )
+    (plain, _, _), (usual, _, _), (peak, states, _) = (row(w, text) for w in ("plain loop", "scan", "scan, 4 states"))
     assert peak < usual < 0.5 * plain and peak < 0.2 * plain and states < 20
     assert "gradients: the same to the last bit" in text
     losses = [float(loss) for loss in re.findall(rf"^iteration \d+: loss {NUMBER}$", text, re.MULTILINE)]

@@ -243,9 +243,7 @@ def test_the_names_of_jax_and_torch_and_the_options() -> None:
 @pytest.mark.parametrize("version, warns", [("2.13.0+cpu", False), ("2.16.0", True)])
 def test_an_untested_torch_gives_one_warning(version: str, removal: str, warns: bool) -> None:
     """If it lacks a private name, the warning comes before the error."""
-    code = (
-        f"import torch; torch.__version__ = '{version}'; {removal}import remat; remat.remat(torch.sin)(torch.ones(3))"
-    )
+    code = f"import torch; torch.__version__='{version}'; {removal}import remat; remat.remat(torch.sin)(torch.ones(3))"
     done = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True)
     text = f"RematWarning: remat was tested with torch 2.11 to 2.15, and this is torch {version}."
     assert done.stderr.count(text) == warns and done.returncode == bool(removal)

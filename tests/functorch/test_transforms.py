@@ -60,14 +60,8 @@ TRANSFORMS: dict[str, tuple[Transform, tuple[str, ...]]] = {
     "jvp(grad)": (lambda f, args: jvp(grad(loss(f)), tuple(args), cosines(args)), ("jvp", "double")),
     "jacrev": (lambda f, args: jacrev(f, every(args))(*args), ("jacobian", "vmap")),
     "jacfwd": (lambda f, args: jacfwd(f, every(args), randomness="different")(*args), ("jacobian", "jvp", "vmap")),
-    "hessian": (
-        lambda f, args: hessian(loss(f), len(args) - 1)(*args),
-        ("jacobian", "jvp", "vmap", "double", "not random"),
-    ),
-    "jacrev(jacrev)": (
-        lambda f, args: jacrev(jacrev(loss(f), len(args) - 1), len(args) - 1)(*args),
-        ("jacobian", "vmap", "double"),
-    ),
+    "hessian": (lambda f, args: hessian(loss(f), -1)(*args), ("jacobian", "jvp", "vmap", "double", "not random")),
+    "jacrev(jacrev)": (lambda f, args: jacrev(jacrev(loss(f), -1), -1)(*args), ("jacobian", "vmap", "double")),
     "vmap": (mapped, ("vmap",)),
     "vmap(grad)": (lambda f, args: mapped(grad(loss(f), every(args)), args), ("vmap",)),
     "vmap(grad(grad))": (
@@ -178,9 +172,7 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
         )
     ],
     "dimensions of trees": lambda wrap: vmap(
-        lambda d, x: wrap(lambda d, x, *, scale: {"o": d["a"] * x.sin() * scale, "n": [d["b"][0].cos()]})(
-            d, x, scale=2.0
-        ),
+        lambda d, x: wrap(lambda d, x, *, k: {"o": d["a"] * x.sin() * k, "n": [d["b"][0].cos()]})(d, x, k=2.0),
         ({"a": 0, "b": (None,)}, 1),
     )({"a": X, "b": (Y[0],)}, X.T),
     "nested vmap": lambda wrap: [

@@ -24,9 +24,7 @@ PLACES: dict[str, Callable[[Tensor], Fn]] = {
     "closure": lambda w: lambda x: torch.tanh(x @ w),
     "derived": lambda w: (lambda v: lambda x: torch.tanh(x @ v))(w.sin()),
     "set": lambda w: (lambda some: lambda x: torch.tanh(x @ next(iter(some))))({w}),
-    "method of tensor": lambda w: (lambda product: lambda x: torch.tanh(product(x.reshape(-1, 4).t()).t()))(
-        w.t().matmul
-    ),
+    "method of tensor": lambda w: (lambda mul: lambda x: torch.tanh(mul(x.reshape(-1, 4).t()).t()))(w.t().matmul),
 }
 HIDDEN = ("set", "method of tensor")  # the search doesn't visit these
 
@@ -286,9 +284,7 @@ def test_a_region_acts_on_one_level_as_without_remat_or_is_refused(act: str, tra
         try:
             found = ALL[transform](NESTS[nest](functools.partial(remat, policy=policy), fn), V)
         except RematError as error:
-            assert any(text in str(error) for text in ("outside of the region", "Use `.detach()`", "Use `slice_")), (
-                error
-            )
+            assert any(t in str(error) for t in ("outside of the region", "Use `.detach()`", "Use `slice_")), error
             assert may_be_refused(act, transform, nest), policy
         else:
             assert_same(found, expected, exact=False)

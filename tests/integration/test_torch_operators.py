@@ -82,9 +82,7 @@ WAYS: dict[str, Callable[[Callable, Sequence[Tensor]], Any]] = {
     "jvp": lambda fn, args: jvp(fn, tuple(args), tuple(t.cos() for t in args)),
     "jvp(grad)": lambda fn, args: jvp(lambda *a: gradients(fn, a), tuple(args), tuple(t.cos() for t in args)),
     "vmap(grad)": mapped(gradients),
-    "vmap(grad(grad))": mapped(
-        lambda fn, args: gradients(lambda *a: [t.square() for t in real(gradients(fn, a))], args)
-    ),
+    "vmap(grad(grad))": mapped(lambda fn, xs: gradients(lambda *a: [t.square() for t in real(gradients(fn, a))], xs)),
 }
 
 

@@ -184,10 +184,7 @@ def test_a_callback_of_lightning_plans_with_the_first_batch() -> None:
 
 @pytest.mark.parametrize(
     ("device", "precision"),
-    [
-        *(("cpu", precision) for precision in ("no", "bf16")),
-        *(on_device(precision) for precision in ("no", "bf16", "fp16")),
-    ],
+    [("cpu", "no"), ("cpu", "bf16"), *map(on_device, ("no", "bf16", "fp16"))],
 )
 def test_accelerate(device: str, precision: str) -> None:
     accelerate = pytest.importorskip("accelerate")

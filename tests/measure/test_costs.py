@@ -215,9 +215,7 @@ def test_modules_of_functional_code_are_regions() -> None:
     report = remat.report(program, parameters, x, transform=grad, where=Block, policies=BOTH)
     remat.nn.apply(model, Block)
     own = remat.report(program, parameters, x, transform=grad, policies=BOTH)
-    figures = lambda report: [
-        (r.saved_bytes, r.peak_bytes, r.recomputed_flops) for r in (report.plain, *report.policies)
-    ]
+    figures = lambda of: [(row.saved_bytes, row.peak_bytes, row.recomputed_flops) for row in (of.plain, *of.policies)]
     assert figures(report) == figures(own) and own.as_written.peak_bytes == own.policies[0].peak_bytes
     saved = [row.saved_bytes for row in report.policies]
     assert saved[0] < saved[1] < report.plain.saved_bytes and report.policies[0].recomputed_flops > 0

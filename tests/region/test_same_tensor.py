@@ -48,9 +48,7 @@ CASES: dict[str, Callable[[Wrap, Callable, Tensor], tuple[Callable, tuple]]] = {
         (lambda inner: lambda a: combined(inner(a), a))(wrap(lambda p: (p * x.cos()).sin())), (x,)
     ),
     "views": lambda wrap, inner, x: (
-        (lambda turned, alike: lambda a: combined(inner(a, turned), inner(alike, x)) * inner(a, alike))(
-            x.t(), x.view_as(x)
-        ),
+        (lambda flip, same: lambda a: combined(inner(a, flip), inner(same, x)) * inner(a, same))(x.t(), x.view_as(x)),
         (x,),
     ),
     "asked whether it is the same": lambda wrap, inner, x: (

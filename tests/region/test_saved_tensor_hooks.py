@@ -379,11 +379,9 @@ def on_several(mode: Any) -> Callable:
 
 
 def on_nodes(log: Counter, x: Tensor, w: Tensor, v: Tensor, out: Tensor) -> None:
-    for tensor in (x, out):
-        tensor.grad_fn.register_hook(
-            lambda to, of: log.update(["after"]) or tuple(g if g is None else g * 2 for g in to)
-        )
-        tensor.grad_fn.register_prehook(lambda of: log.update(["before"]) or tuple(g * 3 for g in of))
+    for t in (x, out):
+        t.grad_fn.register_hook(lambda to, of: log.update(["after"]) or tuple(g if g is None else g * 2 for g in to))
+        t.grad_fn.register_prehook(lambda of: log.update(["before"]) or tuple(g * 3 for g in of))
 
 
 def on_nodes_inside(log: Counter, x: Tensor, w: Tensor, v: Tensor, hidden: Tensor) -> None:

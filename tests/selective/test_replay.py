@@ -327,9 +327,7 @@ def test_a_region_inside_that_draws_after_restored_draws_draws_the_same_again() 
     def program(wrap: Wrap) -> Tensor:
         x = rand(4)
         inner = wrap(lambda x: (x.sin() * torch.empty(4).uniform_()).sin())
-        fn = wrap(
-            grad(lambda x: (x.sin() * torch.empty(4).normal_() + inner(x)).sum()), policy=policies.everything_saveable
-        )
+        fn = wrap(grad(lambda x: (x.sin() * torch.empty(4).normal_() + inner(x)).sum()), policy=EVERYTHING)
         return torch.autograd.grad(fn(x).sum(), x)[0]
 
     assert_same_results(program, remat, plain, exact=False)
