@@ -48,8 +48,7 @@ class Case:
 
     def inputs(self, args: tuple) -> list[Tensor]:
         """The differentiable arguments and captured parameters, each once."""
-        found = [*differentiable_leaves(args), *(t for t in self.captured if t.requires_grad)]
-        return list({id(t): t for t in found}.values())
+        return list({id(t): t for t in (*tensor_leaves(args), *self.captured) if t.requires_grad}.values())
 
     @contextmanager
     def state(self) -> Iterator[None]:
@@ -73,7 +72,7 @@ def flat(case: Case, fn: Callable[..., Any] | None = None) -> tuple[Callable[...
     """
     fn = case.fn if fn is None else fn
     leaves, spec = trees.flatten(case.make_args())
-    unique: dict[int, Tensor] = {id(t): t for t in leaves if is_differentiable(t)}
+    unique: dict[int, Tensor] = {id(t): t for t in leaves if isinstance(t, Tensor) and t.requires_grad}
     position = {key: i for i, key in enumerate(unique)}
 
     def call(*primals: Tensor) -> tuple[Tensor, ...]:
@@ -101,16 +100,8 @@ def copied(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def is_differentiable(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
 def tensor_leaves(tree: Any) -> list[Tensor]:
     return [leaf for leaf in trees.flatten(tree)[0] if isinstance(leaf, Tensor)]
-
-
-def differentiable_leaves(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in trees.flatten(tree)[0] if is_differentiable(leaf)]
 
 
 def assert_same(actual: Any, expected: Any, exact: bool = True) -> None:

@@ -101,10 +101,7 @@ def _call(fn: Callable, *args: Any, **kwargs: Any) -> Any:
 _OPTIONS = {*inspect.signature(remat.compat.checkpoint).parameters, "preserve_rng_state"} - {"function", "args"}
 
 
-def _fairscales() -> Any:
-    return pytest.importorskip("fairscale.nn.checkpoint.checkpoint_activations").checkpoint_wrapper
-
-
+_fairscales = lambda: pytest.importorskip("fairscale.nn.checkpoint.checkpoint_activations").checkpoint_wrapper
 _torchs, _ours = (functools.partial(m.checkpoint, use_reentrant=False) for m in (torch.utils.checkpoint, remat.compat))
 TORCH = Original("From torch.utils.checkpoint", lambda: _torchs, _ours, _call)
 FAIRSCALE = Original("From fairscale", _fairscales, remat.compat.checkpoint_wrapper, lambda module, *_, **__: module)

@@ -193,11 +193,6 @@ def test_debug_and_its_switch(module: Any) -> None:
     assert not detail(module)
 
 
-def ends_late(x: Tensor) -> Tensor:
-    """Two operations follow its last saved tensor."""
-    return x.sin().exp().sin().cumsum(0).neg()
-
-
 def ends_of_backward(out: Tensor) -> int:
     """How often the backward recomputes the last operations; the derivative runs `cumsum` once itself."""
     return count_ops(out.sum().backward)["aten.cumsum"] - 1
@@ -206,6 +201,7 @@ def ends_of_backward(out: Tensor) -> int:
 @both
 @row("`early_stop`", "`set_checkpoint_early_stop`, `set_checkpoint_debug_enabled`")
 def test_early_stop_and_its_switch(module: Any) -> None:
+    ends_late = lambda x: x.sin().exp().sin().cumsum(0).neg()  # two operations follow its last saved tensor
     run = lambda **options: module.checkpoint(ends_late, rand(3), use_reentrant=False, **options)
     switch = torch.utils.checkpoint.set_checkpoint_early_stop
     assert ends_of_backward(run()) == ends_of_backward(run(early_stop=True)) == 0
@@ -433,13 +429,10 @@ def test_checkpoint_sequential_saves_the_inputs_of_segments_and_what_a_policy_sa
     assert (products(None), products(policies.save_matmuls)) == (3, 0)
 
 
-def block(x: Tensor, w: Tensor) -> Tensor:
-    return ((x @ w).sin() @ w).sin().exp()
-
-
 SELECTIVE = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
 SAVED = {"policy": policies.save_matmuls}
 W = rand(4, 4), rand(4, 4, seed=1)
+block = lambda x, w: ((x @ w).sin() @ w).sin().exp()
 COMPILED: list[tuple[dict, bool, bool]] = [  # whether the operator is selective, and torch's function compiles
     ({"preserve_rng_state": False, "determinism_check": "none", "early_stop": False}, False, True),
     ({"context_fn": SELECTIVE}, True, True),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import assert_same, rand
+from cases import assert_same, rand, tensors
 from comparison import NEWER, OTHER, TORCH, Fails, Outcome, libraries
 from side_by_side import both, is_torch, values_and_grads
 from surroundings import assert_as_before, surroundings
@@ -28,15 +28,12 @@ compared, row = TORCH.compared, TORCH.row
 pytestmark = pytest.mark.filterwarnings("ignore:The policy .* has matched none:UserWarning")
 aten = torch.ops.aten
 MM = aten.mm.default
+arguments = tensors((4, 4), (4, 4))
 
 
 def deep(x: Tensor, w: Tensor) -> Tensor:
     """Two products; the backward needs the results of both and of the sine between them."""
     return ((x @ w).sin() @ w).sin()
-
-
-def arguments() -> tuple[Tensor, Tensor]:
-    return rand(4, 4), rand(4, 4, seed=1)
 
 
 def selective(policy: Any, **options: Any) -> Callable:

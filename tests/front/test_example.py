@@ -186,10 +186,6 @@ def test_fsdp2(printed: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         printed("fsdp2.py")
 
 
-def without_version(text: str) -> str:
-    return re.sub(r"torch \d\S*,", "torch ...,", text)
-
-
 def test_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
     """After a change, store new outputs: `jupyter nbconvert --to notebook --execute --inplace`."""
     pyplot = pytest.importorskip("matplotlib.pyplot")
@@ -204,7 +200,8 @@ def test_the_tour(capsys: pytest.CaptureFixture[str]) -> None:
         streams = [output for output in cell["outputs"] if output["output_type"] == "stream"]
         assert {output["name"] for output in streams} <= {"stdout"}  # warnings would have paths of a machine
         expected = "".join("".join(output["text"]) for output in streams)
-        assert without_version(capsys.readouterr().out) == without_version(expected)
+        out, stored = (re.sub(r"torch \d\S*,", "torch ...,", text) for text in (capsys.readouterr().out, expected))
+        assert out == stored
         images = [output for output in cell["outputs"] if "image/png" in output.get("data", {})]
         assert len(images) == len(pyplot.get_fignums())
         pyplot.close("all")

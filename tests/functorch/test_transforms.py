@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from both import Fn, V, W, Wrap, X, Y, both, f, pulled, squares, through_autograd, vmap
+from both import Fn, V, W, Wrap, X, Y, both, f, pulled, rows, squares, through_autograd, vmap
 from cases import CASES, Case, assert_same, flat, rand, total
 from torch import Tensor
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp
@@ -40,12 +40,8 @@ def cosines(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return tuple(t.cos() for t in args)
 
 
-def rows(args: Sequence[Tensor]) -> list[Tensor]:
-    return [torch.stack([t, t.cos()]) for t in args]
-
-
 def mapped(call: Callable, args: Sequence[Tensor]) -> Any:
-    return vmap(call)(*rows(args))
+    return vmap(call)(*map(rows, args))
 
 
 # What differentiates a function at its arguments, and the flags of the cases where plain torch can do it.

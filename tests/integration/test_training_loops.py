@@ -65,10 +65,6 @@ def with_checkpoints(model: Any) -> Any:
     return model
 
 
-def with_regions(model: Any, policy: Any) -> Any:
-    return remat.nn.apply(model, Block, policy=policy)
-
-
 def of_language(model: Any, ids: Tensor) -> Tensor:
     loss: Tensor = model(input_ids=ids, labels=ids).loss
     return loss
@@ -164,7 +160,7 @@ def test_lightning(precision: str, stages: int) -> None:
         module, peak, products = fitted(Net, DATA, change, stages, precision=precision, accumulate_grad_batches=EVERY)
         return (module.losses, [p.detach() for p in module.parameters()]), peak, products
 
-    compare(train, with_checkpoints, with_regions)
+    compare(train, with_checkpoints, lambda model, policy: remat.nn.apply(model, Block, policy=policy))
 
 
 def test_a_callback_of_lightning_plans_with_the_first_batch() -> None:

@@ -64,10 +64,6 @@ def reverse_over_reverse(model: Any) -> dict[str, Tensor]:
 Derivative = Callable[[Any], dict[str, Tensor]]
 
 
-def backend(attention: str) -> Any:
-    return sdpa_kernel(SDPBackend.MATH) if attention == "math" else nullcontext()
-
-
 @cache
 def of_plain(derivative: Derivative, model: str, attention: str) -> tuple[dict[str, Tensor], int, int]:
     return watched(derivative, made(model, attention))
@@ -92,7 +88,7 @@ OF_PRODUCTS = [("Llama", "eager", enabled), ("Llama", "math", applied), ("GPT-2"
 def test_derivatives(derivative: Derivative, model: str, attention: str, ours: Callable) -> None:
     """With ``grad`` of a product the terms of a sum have another order; otherwise results are equal bit for bit."""
     forward = LAYERS * (PER_LAYER[model] - 2 * (model == "Llama" and attention == "sdpa"))
-    with backend(attention):
+    with sdpa_kernel(SDPBackend.MATH) if attention == "math" else nullcontext():
         expected, its_peak, its_products = of_plain(derivative, model, attention)
         for policy, (ratio, forwards) in zip((None, policies.save_matmuls), LIMITS[derivative]):
             regions = ours(made(model, attention), policy)

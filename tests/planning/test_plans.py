@@ -144,14 +144,8 @@ def kernels_of_different_sizes() -> nn.Module:
 IDS = torch.randint(50, (8, 32), generator=torch.Generator().manual_seed(0))
 
 
-def decoder_loss(out: Any) -> Tensor:
-    return F.cross_entropy(out["logits"].flatten(0, 1), IDS.flatten())
-
-
-def squared_size(out: Tensor) -> Tensor:
-    return squared(out.abs())
-
-
+decoder_loss = lambda out: F.cross_entropy(out["logits"].flatten(0, 1), IDS.flatten())
+squared_size = lambda out: squared(out.abs())
 # Models, each with its input, its loss, and the parts of the peak that are planned for.
 MODELS: dict[str, tuple[Callable[[], nn.Module], Tensor, Callable, tuple[float, ...]]] = {
     "a sequence of blocks": (lambda: layers(8), X, squared, (0.7, 0.4, 0.3)),

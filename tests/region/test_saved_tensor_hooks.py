@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from cases import ROOT, Wrap, assert_same, plain, rand
+from cases import ROOT, Wrap, assert_same, plain, rand, tensors
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor
@@ -44,10 +44,7 @@ POLICIES = {
 DISABLED = r"'not in my house'\. Call them outside .* `remat.disable_remat\(\)`"
 Build = Callable[[Wrap], Callable]
 Check = Callable[[Wrap], Any]  # its argument makes a region
-
-
-def leaves() -> tuple[Tensor, Tensor]:
-    return rand(4, 4), rand(4, 4, seed=1)
+leaves = tensors((4, 4), (4, 4))
 
 
 def block(x: Tensor, w: Tensor, inside: Callable = nullcontext) -> Tensor:
