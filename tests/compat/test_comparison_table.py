@@ -215,8 +215,7 @@ def test_a_cell(row: str, column: str) -> None:
 
 def test_the_column_of_jax_is_what_a_run_of_it_wrote() -> None:
     assert JAX["version"] == VERSIONS["JAX"]
-    cells = {row: TABLE[row]["jax.checkpoint"] for row in ROWS}
-    assert cells == {row: JAX["cells"].get(row, "n/a") for row in ROWS}
+    assert {row: TABLE[row]["jax.checkpoint"] for row in ROWS} == {row: JAX["cells"].get(row, "n/a") for row in ROWS}
 
 
 def test_the_times_are_those_of_the_page_about_performance() -> None:

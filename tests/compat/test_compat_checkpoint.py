@@ -45,8 +45,7 @@ def deep(x: Tensor) -> Tensor:
 
 def gradient(module: Any, fn: Callable, **options: Any) -> Tensor:
     x = rand(2, 2)
-    out = module.checkpoint(fn, x, use_reentrant=False, **options)
-    return torch.autograd.grad(out.sum(), x)[0]
+    return torch.autograd.grad(module.checkpoint(fn, x, use_reentrant=False, **options).sum(), x)[0]
 
 
 @row("errors")
@@ -403,8 +402,7 @@ def test_checkpoint_sequential_takes_one_input(segments: int) -> None:
             checkpoint_sequential([deep, deep], segments, x, second)
     for use_reentrant in (None, False, 0):
         assert torch.equal(checkpoint_sequential([deep, deep], segments, x, use_reentrant), deep(deep(x)))
-    multiply = lambda pair: pair[0] * pair[1]
-    assert torch.equal(checkpoint_sequential([multiply, deep], segments, (x, y)), deep(x * y))
+    assert torch.equal(checkpoint_sequential([lambda pair: pair[0] * pair[1], deep], segments, (x, y)), deep(x * y))
     assert torch.equal(remat.sequential([torch.mul, deep], segments)(x, y), deep(x * y))
 
 

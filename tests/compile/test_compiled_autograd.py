@@ -81,8 +81,7 @@ def test_gradients_in_a_compiled_and_in_a_later_eager_backward(model: Callable, 
 def test_each_backward_recomputes_once_and_keeps_nothing(policy: Any, way: Callable, backend: str) -> None:
     expected = grads(block, eagerly, 2)
     RUNS.clear()
-    f = remat(block, policy=policy)
-    assert_same(grads(f, way, 2, backend), expected)
+    assert_same(grads(remat(block, policy=policy), way, 2, backend), expected)
     assert RUNS == [False, True, True]
     assert not any(ref() for ref in INSIDE)
 

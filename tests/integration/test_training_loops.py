@@ -178,10 +178,7 @@ def test_a_callback_of_lightning_plans_with_the_first_batch() -> None:
     assert_same(module.losses[-len(plain.losses) :], plain.losses)
 
 
-@pytest.mark.parametrize(
-    ("device", "precision"),
-    [("cpu", "no"), ("cpu", "bf16"), *map(on_device, ("no", "bf16", "fp16"))],
-)
+@pytest.mark.parametrize("device, precision", [("cpu", "no"), ("cpu", "bf16"), *map(on_device, ("no", "bf16", "fp16"))])
 def test_accelerate(device: str, precision: str) -> None:
     accelerate = pytest.importorskip("accelerate")
 
@@ -228,8 +225,7 @@ def test_trainer(name: str, switch: bool, device: str, tmp_path: Any) -> None:
             gradient_checkpointing=switch and model.is_gradient_checkpointing,
         )  # fmt: skip
         arguments._n_gpu = 1  # otherwise it uses DataParallel, which sums gradients in no fixed order
-        trainer = transformers.Trainer(model, arguments, train_dataset=data)
-        _, peak, products = watched(trainer.train, device)
+        _, peak, products = watched(transformers.Trainer(model, arguments, train_dataset=data).train, device)
         assert next(model.parameters()).device.type == device
         return list(model.parameters()), peak, products
 

@@ -150,8 +150,7 @@ def test_inputs_have_the_names_that_the_function_uses() -> None:
 def names(fn: Callable, *args: Any) -> set[str]:
     """By what the function is differentiated: no result depends on it with regions."""
     differs = functools.wraps(fn)(lambda *args: fn(*args) if remat.is_disabled() else fn(*args).detach())
-    result = check(differs, *args)
-    return {each.what.removeprefix("gradient of ") for each in result.differences}
+    return {each.what.removeprefix("gradient of ") for each in check(differs, *args).differences}
 
 
 def test_it_is_differentiated_by_tensors_that_require_grad_or_else_by_all_that_can() -> None:

@@ -27,8 +27,7 @@ def test_the_peak_is_within_the_budget(part: float, dropout: float) -> None:
 
 
 def test_blocks_inside_of_a_block_are_a_part_of_it() -> None:
-    result = fitted(layers(3), 0.6, where=(LAYER, nn.LayerNorm))
-    assert [block.name for block in result.blocks] == ["0", "1", "2"]
+    assert [block.name for block in fitted(layers(3), 0.6, where=(LAYER, nn.LayerNorm)).blocks] == ["0", "1", "2"]
 
 
 def test_a_block_that_is_called_twice() -> None:

@@ -583,8 +583,7 @@ def test_a_tensor_that_two_regions_keep_counts_once() -> None:
     model, x = nn.Sequential(*(Branches() for _ in range(6))), torch.randn(1024, 64)
     plan = remat.nn.budget(model, 0.6, x, cost="flops")
     assert {region.kind for region in plan.regions} == {"Branch"}
-    predicted = next(peak for peak, flops in plan.curve if flops == plan.flops)
-    assert plan.peak == pytest.approx(predicted, rel=0.01)
+    assert plan.peak == pytest.approx(next(peak for peak, flops in plan.curve if flops == plan.flops), rel=0.01)
 
 
 class Wide(nn.Linear):

@@ -102,8 +102,7 @@ def test_a_warning_turned_into_an_error_leaves_all_state_as_it_was() -> None:
     out = fn(x).sum()
     with pytest.raises(UserWarning, match=UNMATCHED):
         out.backward()
-    found = torch.autograd.grad(fn(x).sum(), x)
-    assert_same(found, torch.autograd.grad(plain(x).sum(), x))
+    assert_same(torch.autograd.grad(fn(x).sum(), x), torch.autograd.grad(plain(x).sum(), x))
     assert not torch.utils._python_dispatch._get_current_dispatch_mode_stack()
 
 
