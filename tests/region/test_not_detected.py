@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import secrets
+import weakref
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -75,6 +76,9 @@ def later(fn: Callable, change: Callable) -> Program:
 HOLDER, MODULE, GLOBALS, PRECISION = Holder(), nn.Module(), globals(), torch.backends.cuda.matmul
 MODULE.weight = nn.Parameter(torch.ones(()))
 MODULE.weight.numbers = [2.0]
+OWNED = nn.Module()
+OWNED.factor = 2.0
+OWNER, OPTIMIZER = weakref.ref(OWNED), torch.optim.SGD(MODULE.parameters(), lr=2.0)
 SCRIPTED = torch.jit.script(nn.Linear(1, 1, bias=False).double().requires_grad_(False))
 ROWS: dict[str, list[Program]] = {
     "attributes of tensors, except numbers and strings in those of a module's parameters and buffers": [
@@ -93,6 +97,10 @@ ROWS: dict[str, list[Program]] = {
     "entries of a list or dict that has more than 1,000 numbers, strings and the like": [
         later(lambda x: of(x, MANY[0]), item(MANY, 0)),
         later(lambda x: of(x, TABLE_OF_MANY[0]), item(TABLE_OF_MANY, 0)),
+    ],
+    "objects that only a weak reference leads to; attributes of objects of torch's or Python's classes, such as an optimizer": [  # noqa: E501
+        later(lambda x: of(x, OWNER().factor), attribute(OWNED, "factor")),
+        later(lambda x: of(x, OPTIMIZER.param_groups[0]["lr"]), item(OPTIMIZER.param_groups[0], "lr")),
     ],
     "iterators and generators, which each run advances; deques and NumPy arrays": [
         later(lambda x: of(x, next(NUMBERS)), nullcontext),
