@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from argparse import Namespace
-from collections import UserDict
+from collections import ChainMap, UserDict, UserList
 from collections.abc import Callable, Iterable
 from dis import get_instructions
 from itertools import islice
@@ -353,7 +353,7 @@ _BASES: dict[type, Visit] = {
     dict: Captured.container,
     list: Captured.container,
     tuple: Captured.of_tuple,
-    **dict.fromkeys((SimpleNamespace, Namespace, UserDict, SobolEngine), Captured.instance),
+    **dict.fromkeys((SimpleNamespace, Namespace, ChainMap, UserDict, UserList, SobolEngine), Captured.instance),
 }
 _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.container, Captured.of_tuple)

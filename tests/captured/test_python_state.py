@@ -7,7 +7,7 @@ import importlib
 import sys
 import weakref
 from argparse import Namespace
-from collections import OrderedDict, UserDict, defaultdict
+from collections import ChainMap, OrderedDict, UserDict, UserList, defaultdict
 from collections.abc import Callable
 from functools import partial
 from operator import is_
@@ -220,6 +220,11 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
         "def fn(x): return (x * args.scale * options['k'][0] ).exp()",
         lambda: {"args": Namespace(scale=2.0), "options": UserDict(k=[3.0])},
         lambda scope: (setattr(scope["args"], "scale", 5.0), scope["options"]["k"].insert(0, 4.0)),
+    ),
+    "containers of Python's own classes": of_source(
+        "def fn(x):\n c['k'] += 1\n return (x * c['k'] * c['j'] * l[0]).sin().exp()",
+        lambda: {"c": ChainMap({"k": 1.0}, {"j": 2.0}), "l": UserList([0.5])},
+        lambda scope: (scope["c"].maps.reverse(), scope["l"].insert(0, 3.0)),
     ),
     "replaced containers": of_source(  # the recompute gets copies of the old ones
         "def fn(x): return (x * d['w'][0] * o['w'] * l[0] * (1 + len(d['more']) + len(o) + len(l))).sin()",
