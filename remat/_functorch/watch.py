@@ -86,7 +86,8 @@ class Watch(TorchFunctionMode):
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
         if func is torch.autograd.grad:
             self.differentiates = True
-            if any(map(private.backward_hooks, self.region.inputs.operands)):
+            hooked = any(map(private.backward_hooks, self.region.inputs.operands))
+            if hooked and not self.inputs.isdisjoint(map(id, tensors(args[1:2]))):
                 raise RematError(_HOOKED)
             # A pullback differentiates results of a level that has ended.
             outs = [private.unwrap_if_dead(t) for t in tensors(args[:1]) if not self._is_inside(t)]
