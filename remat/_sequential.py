@@ -9,6 +9,7 @@ from typing import Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 
+from ._captured.captured import HOOKS
 from ._core.known import Known
 from ._core.signatures import lists_arguments
 from ._function import Remat
@@ -66,7 +67,7 @@ def sequential(
     options = checked_options(policy, preserve_rng_state, determinism_check, early_stop, debug)
     if isinstance(functions, torch.nn.Sequential):
         own = not is_sequence(functions)
-        if own or any(vars(functions).get(name) for name in _HOOKS):
+        if own or any(vars(functions).get(name) for name in HOOKS):
             raise ValueError(
                 f"The {type(functions).__name__} has {'a forward' if own else 'hooks'} of its own, which would be "
                 f"skipped. Pass `list(module)` if they are not needed, or make it one region: `remat(module)`."
@@ -77,9 +78,6 @@ def sequential(
     # The search for captured tensors looks into a partial's arguments.
     regions = [Remat(partial(segment, row[start:end]), options, Known()) for start, end in pairwise(ends)]
     return partial(segment, tuple(regions))
-
-
-_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
 def row_of(functions: Any, segments: Any) -> tuple[Callable, ...]:

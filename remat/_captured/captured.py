@@ -277,14 +277,14 @@ class Captured:
                         self.note(Entries, own := attributes(value), own, whole=True)
                 self.see_all(items.items(), path.attribute)
         own_state = [] if cls.__module__ == _FSDP1 else [each for each in state.items() if each[0] not in _BASE_STATE]
-        hooks = [(name, state[name]) for name in _HOOKS if state.get(name)]
+        hooks = [(name, state[name]) for name in HOOKS + _HOW_CALLED if state.get(name)]
         seen = [*own_state, *hooks]
         self.see_all([each for each in seen if not isinstance(each[1], Tensor)] if sharded else seen, path.attribute)
         if not sharded:
             then = state.copy()
             then.update({name: self._frozen(value) for name, value in seen})
             self.variables.append(Entries(state, then, whole=True))
-            self._empty += [state[name] for name in _HOOKS[:4] if not state.get(name, True)]
+            self._empty += [state[name] for name in HOOKS if not state.get(name, True)]
         self.see(called(cls, "forward"), path.attribute("forward"))
 
     def instance(self, value: Any, path: Path) -> None:
@@ -358,10 +358,8 @@ _BASES: dict[type, Visit] = {
 _NEVER = (type, ModuleType, set, frozenset)
 _DATA = (Captured.tensor, Captured.container, Captured.of_tuple)
 _FSDP1 = "torch.distributed.fsdp.fully_sharded_data_parallel"  # its modules have no state but FSDP's own
-_HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
-    "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
-)  # fmt: skip
+HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+_HOW_CALLED = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
 _BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a forward
 _BUILTINS = frozenset(vars(builtins))
 _CONTENTS: Any = CellType.__dict__["cell_contents"]

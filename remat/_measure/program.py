@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from .._ambient.ambient import Ambient
 from .._ambient.generators import generator_name, global_generators, with_state
 from .._captured.captured import Captured, is_sharded
-from .._captured.variables import Entries, bound
+from .._captured.variables import bound
 from .._core import private, trees
 from .._core.devices import accelerators_of
 from .._core.facts import facts_of
@@ -33,7 +33,6 @@ from ..errors import RematError, shown
 from .observer import PeakMemory, gc_disabled, strided
 
 _ROUNDS = 7  # of runs that are timed
-_HOOKS = [name for name, value in vars(nn.Module()).items() if isinstance(value, dict) and "hooks" in name]
 
 
 class Overwritten(PeakMemory):
@@ -229,10 +228,6 @@ class Program:
             for tensor in tensors:
                 stack.callback(_restore, tensor, tensor.detach(), tensor.requires_grad, tensor.is_leaf and tensor.grad)
             stack.callback(bound(self._found.variables, {id(value): value for _, value in self._found.tensors}).put)
-            for variables in self._found.variables:
-                for hooks in (variables.then.get(name) for name in _HOOKS if variables.whole):
-                    if isinstance(hooks, dict):
-                        stack.callback(Entries(hooks, {}, whole=True).put, dict(hooks))
             overwritten = before or Overwritten()
             if before is not None:
                 before.copy([t for t in tensors if not t.requires_grad and is_small(t, COPY_LARGER_BYTES)])
