@@ -280,6 +280,10 @@ def batched_pullback(
         # The region itself ran below this level, or before it was entered: a mapped pullback recomputes it there.
         is_mapped = any(dim is not None for dim in dims[:count])
         return batched if is_mapped else BatchedPullback(pullback, dims, size, randomness), values
+    if all(dim is None for dim in (*inner.in_dims, *inner.out_dims)):
+        # The level maps nothing: the region is recomputed once, in a level of its own.
+        once = Pullback(inner, pullback.needs, pullback.given, pullback.level, pullback.present)
+        return BatchedPullback(once, dims, size, randomness), values
     targets: list[Any] = list(compress(inner.out_dims, pullback.given))
     order = sum(isinstance(each, Pullback) for each in transforms_of(pullback))
     if order > orders_below or None in targets or None in compress(inner.in_dims, pullback.needs):

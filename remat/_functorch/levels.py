@@ -48,11 +48,8 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
-    # Other modes apply even if no operand is batched.
-    if randomness == "same" and not region.root.graded and all(dim is None for dim in dims):
-        with interpreter.lower():
-            return apply(region, operands, call, wanted)
-    sums = any(w and dim is None for w, dim in zip(wanted, dims))
+    maps = randomness == "different" or any(dim is not None for dim in dims)
+    sums = maps and any(w and dim is None for w, dim in zip(wanted, dims))
     # A region that was called outside of this level has drawn there what recomputes must draw.
     drawn = randomness if region.root.kinds[level - 1 : level] == (private.VMAP,) else "same"
     batched = Batched(region, dims, interpreter.batch_size(), drawn, sums)

@@ -201,7 +201,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   }
 }
 
+// Draws other numbers than `bernoulli_`, as CUDA's kernel does.
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& x, double p, std::optional<bool> train) {
+  if (train.has_value() && !*train) return {x.clone(), at::ones_like(x, x.options().dtype(at::kBool))};
+  Tensor kept = at::rand_like(x) >= p;
+  return {x.mul(kept).mul_(p == 1 ? 0. : 1. / (1. - p)), kept};
+}
+
 void own_operators(torch::Library& m) {
+  m.impl("native_dropout", native_dropout);
   m.impl("empty.memory_format", empty);
   m.impl("empty_strided", empty_strided);
   m.impl("resize_", resize_);

@@ -14,7 +14,7 @@ from accelerator import DEVICE, backend
 from cases import assert_same, assert_same_results, repeated
 from on_device import MATMULS, allocated, leaf, states
 from torch import Tensor, nn
-from torch.func import grad, jvp, vmap
+from torch.func import grad, jacrev, jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import remat
@@ -106,6 +106,26 @@ def test_a_generator_of_the_user(way: Callable, how: str) -> None:
 
     x, w = leaf(8, 8), leaf(8, 8)
     assert_same_results(run, remat.remat(fn), fn, exact=way is by_autograd)
+
+
+MAPS: dict[str, Callable] = {
+    "forward": lambda f, x, w: vmap(f, (0, None), randomness="same")(x, w),
+    "autograd": lambda f, x, w: torch.autograd.grad(vmap(f, (0, None), randomness="same")(x, w).sin().sum(), (x, w)),
+    "grad": lambda f, x, w: grad(lambda w: vmap(f, (0, None), randomness="same")(x, w).sin().sum())(w),
+    "vmap of grad": lambda f, x, w: vmap(grad(lambda w, x: f(x, w).sum()), (None, 0), randomness="same")(w, x),
+    "jacobian": lambda f, x, w: vmap(jacrev(lambda w, x: f(x, w)), (None, 0), randomness="same")(w, x),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", MAPS)
+def test_dropout_in_a_region_of_a_vmap_that_maps_none_of_its_operands(way: str, policy: str) -> None:
+    """A device's own kernel of dropout draws other numbers than ``vmap`` with one mask for all."""
+    drops = lambda w: F.dropout((w @ w).sin(), 0.5).exp()
+    region = remat.remat(drops, policy=POLICIES[policy])
+    x, w = leaf(4, 8), leaf(8, 8)
+    run = lambda f: (MAPS[way](lambda x, w: (x @ f(w)).sin(), x, w), states())
+    assert_same_results(run, region, drops, exact=False)
 
 
 def test_without_preserve_rng_state_the_recompute_draws_further_numbers() -> None:
