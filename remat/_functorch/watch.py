@@ -96,7 +96,7 @@ class Watch(TorchFunctionMode):
             return
         # Dropout draws in the order of elements at a level, in that of memory below.
         reorders = func in _DROPOUT and not args[0].is_contiguous()
-        if reorders or (func in _QUERIES and private.GRAD in kinds and self._follows_more()):
+        if reorders or (func in _QUERIES and self._follows_more()):
             raise NeedsLevels
 
     def limit(self, orders: int) -> None:
@@ -112,11 +112,10 @@ class Watch(TorchFunctionMode):
         return 2 if self.orders == 2 else self.orders - self.differentiates
 
     def _follows_more(self) -> bool:
-        """Whether the operands are followed by more than the innermost ``grad`` level, which is all that is visible."""
-        kinds = self.region.kinds
-        top = len(kinds) - kinds[::-1].index(private.GRAD)
+        """Whether more than the innermost ``grad`` or ``jvp`` level, which is all that is visible, follows operands."""
+        top = max((level for level, kind in enumerate(self.region.kinds, 1) if kind != private.VMAP), default=0)
         operands = self.region.inputs.operands
-        return any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in operands)
+        return top > 0 and any(is_followed_below(top, t) or t.requires_grad != is_in_graph(t) for t in operands)
 
     def reads(self, read: Sequence[torch.Tensor]) -> None:
         """Check that no tensor is a captured one that isn't an operand.

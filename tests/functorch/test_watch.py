@@ -324,6 +324,18 @@ def test_results_require_grad_as_without_remat_if_autograd_records_the_transform
     both(program)
 
 
+def test_a_full_backward_hook_of_a_module_under_jvp() -> None:
+    """The hook is installed where an input requires grad, which no tensor of the level does."""
+
+    def program(wrap: Wrap) -> Any:
+        layer, calls = torch.nn.Linear(len(V), len(V), dtype=V.dtype), []
+        layer.register_full_backward_hook(lambda *_: calls.append(None))
+        region = wrap(lambda x: layer(x).sin())
+        return through_autograd(lambda w: jvp(lambda p: p * region(w.relu()), (V,), (V.cos(),)), V), len(calls)
+
+    both(program)
+
+
 def test_a_hook_on_what_requires_grad_in_the_recompute_only_is_refused() -> None:
     """Plain autograd follows `scale`, and no transform does, so that it requires no grad at their levels."""
 
