@@ -17,7 +17,7 @@ from .._core.facts import facts_of, tensors
 from .._core.tensors import bottom, holder
 from .._policy.names import NAME
 from .._policy.policy import RECOMPUTE, Policy, Verdict
-from .._policy.predicates import question
+from .._policy.predicates import Question, question
 
 _NAMES = "remat.names"  # the key of the names in a node's ``meta``
 
@@ -32,7 +32,7 @@ def judge(policy: Policy, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Check
             each.meta["recompute"] = _tag(verdict)
     if facts_of(op).views:  # to recompute a view costs nothing, and to save it would save its base
         return CheckpointPolicy.PREFER_RECOMPUTE
-    return _tag(policy.judge((ctx, op, args, kwargs, {})))
+    return _tag(policy.judge(Question(ctx, op, args, kwargs, {})))
 
 
 def _tag(verdict: Verdict) -> CheckpointPolicy:

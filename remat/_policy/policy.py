@@ -34,11 +34,11 @@ Ask = Callable[[Callable[..., Any]], "Verdict | None"]  # calls a predicate, or 
 
 def _answer(asked: Question, predicate: Callable) -> Verdict:
     """A predicate's verdict, or a PolicyError. It is called once for each operation, also if its value gets names."""
-    ctx, op, args, kwargs, answers = asked
+    op, answers = asked.op, asked.answers
     if id(predicate) in answers:
         return answers[id(predicate)]
     try:
-        found = predicate(ctx, op, *args, **kwargs)
+        found = predicate(asked.ctx, op, *asked.args, **asked.kwargs)
     except (AttributeError, TypeError) as error:  # binary operators would hide a TypeError
         raise PolicyError(
             f"The predicate {getattr(predicate, '__qualname__', predicate)} failed for {op}: {error}. {SIGNATURE}"
@@ -91,7 +91,7 @@ class Policy(ABC):
 
     def judge(self, asked: Question, names: frozenset[str] = frozenset()) -> Verdict:
         """Return the verdict on a value with these names."""
-        return cast(Verdict, self._evaluate(asked[1], names, partial(_answer, asked)))
+        return cast(Verdict, self._evaluate(asked.op, names, partial(_answer, asked)))
 
     def verdict_for(self, op: Any, names: frozenset[str] = frozenset()) -> Verdict | None:
         """Return the verdict on every result of ``op`` with these names, or None where a predicate decides it."""

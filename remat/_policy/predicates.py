@@ -7,7 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from inspect import isfunction
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch.utils.checkpoint
 from torch.utils.checkpoint import SelectiveCheckpointContext
@@ -26,16 +26,25 @@ SIGNATURE = (
     "A predicate is called as (ctx, op, *args, **kwargs), as in torch's selective checkpoint. If it is written for "
     "JAX, as (prim, *avals, **params), `prim` gets the context, and the operator is the next argument."
 )
-# A predicate's arguments (context, operator, args, kwargs) and the answers of predicates so far, by their ids.
-Question: TypeAlias = tuple[Any, Any, tuple[Any, ...], dict[str, Any], dict[int, Any]]
+
+
+class Question(NamedTuple):
+    """What a policy is asked about a call: a predicate's arguments, and the answers so far by predicates' ids."""
+
+    ctx: Any
+    op: Any
+    args: tuple
+    kwargs: dict[str, Any]
+    answers: dict[int, Any]
 
 
 def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
     """Return the question about a call. In torch 2.11 the context has no ``op_output``."""
     try:
-        return SelectiveCheckpointContext(is_recompute=False, op_output=result), func, args, kwargs, {}
+        context = SelectiveCheckpointContext(is_recompute=False, op_output=result)
     except TypeError:
-        return SelectiveCheckpointContext(is_recompute=False), func, args, kwargs, {}
+        context = SelectiveCheckpointContext(is_recompute=False)
+    return Question(context, func, args, kwargs, {})
 
 
 class Answers(list[tuple[Any, Any]]):

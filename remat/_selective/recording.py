@@ -64,13 +64,13 @@ class Judge:
     def _judge(self, asked: Question, names: Iterable[str] = ()) -> Verdict:
         ask = partial(self.policy.judge, asked, frozenset(names))
         for answers in self._answers:
-            ask = partial(answers.verdict, asked[1], ask)
+            ask = partial(answers.verdict, asked.op, ask)
         return ask()
 
 
 def _about(facts: Facts) -> Question:
     """The question about an operation for a policy without predicates."""
-    return None, facts.func, (), {}, {}
+    return Question(None, facts.func, (), {}, {})
 
 
 class Recording:

@@ -17,6 +17,7 @@ from remat import policies
 from remat._core.private import operator_names
 from remat._policy import operators
 from remat._policy.policy import Policy, Verdict
+from remat._policy.predicates import Question
 
 MATMULS, WITHOUT_BATCH = policies.save_matmuls, policies.save_matmuls_without_batch_dims
 CONVOLVED, ATTENTION = policies.save_convolutions, policies.save_attention
@@ -31,7 +32,7 @@ class Kept(TorchDispatchMode):
         self.names: list[str] = []
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if self.policy.judge((None, op, args, {}, {})) is Verdict.SAVE:
+        if self.policy.judge(Question(None, op, args, {}, {})) is Verdict.SAVE:
             self.names.append(operators.packet_name(op).partition("::")[2])
         return op(*args, **(kwargs or {}))
 

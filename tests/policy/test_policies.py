@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from remat import PolicyError, policies
 from remat import checkpoint_policies as in_jax
 from remat._policy.policy import Policy, Verdict, as_policy, within
+from remat._policy.predicates import Question
 
 
 def name_of(value: Any) -> str:
@@ -52,7 +53,7 @@ class Unhashable:
 
 
 def judge(policy: Policy, op: Any = RELU, *names: str, args: tuple = ()) -> Verdict:
-    return policy.judge((None, op, args, {}, {}), frozenset(names))
+    return policy.judge(Question(None, op, args, {}, {}), frozenset(names))
 
 
 NAMED, save_and_offload = only("q", "k*"), in_jax.save_and_offload_only_these_names
@@ -165,7 +166,7 @@ def test_a_predicate_gets_the_call_and_returns_a_bool_or_a_checkpoint_policy(ans
     seen: list = []
     policy = as_policy(lambda *args, **kwargs: seen.append((*args, kwargs)) or answer)
     word = getattr(answer, "name", "_SAVE" if answer else "_RECOMPUTE")
-    assert word.endswith(policy.judge(("ctx", MM, (1, 2), {"a": 3}, {})).name)
+    assert word.endswith(policy.judge(Question("ctx", MM, (1, 2), {"a": 3}, {})).name)
     assert policy.verdict_for(MM) is None
     assert seen == [("ctx", MM, 1, 2, {"a": 3})]
 
