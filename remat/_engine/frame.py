@@ -316,8 +316,9 @@ class Filler(RegionHooks):
 
     def _compare(self, slot: Slot, now: tuple, tensor: torch.Tensor) -> None:
         before, index = slot.fingerprint, self.count - 1
-        previous = self.frame.slots.alive()[index - 1] if index else None
-        maker = type(None) if previous is None else maker_of(previous.fingerprint)
+        # Of an operation's results, which are saved one after the other, some have no maker, such as random seeds.
+        makers = [maker_of(slot.fingerprint) for slot in self.frame.slots.alive()[max(0, index - 5) : index] if slot]
+        maker = next((each for each in reversed(makers) if each is not type(None)), type(None))
         is_input = tensor.is_leaf and tensor.requires_grad  # then the first run had no slot for it
         if is_other(before, now, maker) or (is_input and maker_of(before) is not type(None)):
             self.difference = self.difference or self.mismatch(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import count
 from typing import Any
 
 import pytest
@@ -125,6 +126,27 @@ def test_values_of_an_lstm(policy: Any) -> None:
     other = True
     with pytest.raises(RecomputeMismatchError, match="with checksum"):
         gradient(remat(fn, policy=policy, determinism_check="values"), x)
+
+
+def test_values_of_attention() -> None:
+    """CUDA's kernels leave the seeds of the dropout as they were if there is none."""
+    numbers, other, attend = count(), False, torch.ops.aten._scaled_dot_product_efficient_attention
+
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+        scores = q @ k.mT
+        return scores.softmax(-1) @ v, scores.logsumexp(-1), *(torch.tensor(next(numbers)) for _ in range(2))
+
+    derivative = lambda g, q, k, v, *_, **__: (g * q, g * k, g * v, None)
+    fn = lambda x: attend(x.sin(), x, x * 2 if other and is_recomputing() else x, None, True)[0].sin()
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        library.impl("_scaled_dot_product_efficient_attention", kernel, "CPU")
+        library.impl("_scaled_dot_product_efficient_attention_backward", derivative, "CPU")
+        x = rand(1, 2, 3, 4)
+        region = remat(fn, determinism_check="values")
+        assert_same(gradient(region, x), gradient(fn, x))
+        other = True
+        with pytest.raises(RecomputeMismatchError, match="with checksum"):
+            gradient(region, x)
 
 
 @pytest.fixture
