@@ -245,7 +245,7 @@ class Guards(list[Guard]):
                     guard.lost = not guard.is_as_before
                     guard.checked(guard.tensor)
                 elif _may_differ(guard.tensor, guard.copy):
-                    guard.tensor.copy_(guard.copy)
+                    (guard.tensor.data if guard.is_as_before else guard.tensor).copy_(guard.copy)  # as batch norm does
 
     def watched(self, again: Sequence[torch.Tensor]) -> AbstractContextManager:
         """Within, reads of tensors that were changed since are errors. ``again`` are the tensors of the recompute."""

@@ -297,6 +297,13 @@ def statistics_of_equal_batches(wrap: Wrap) -> Any:
     return x.grad, [*norm.buffers()]
 
 
+def statistics_that_a_call_outside_saves(wrap: Wrap) -> Any:
+    """The region's first run starts again when it calls `torch.func.grad`."""
+    norm, x = nn.BatchNorm1d(4).double(), rand(6, 4)
+    out = wrap(lambda x: torch.func.grad(lambda x: x.sin().sum())(norm(x)))(norm(x))
+    return torch.autograd.grad(out.sum(), x), [*norm.buffers()]
+
+
 def then(change: Callable[[nn.Linear, Tensor], Any]) -> Callable[[Wrap], Any]:
     """Change captured tensors between forward and backward."""
 
@@ -326,6 +333,7 @@ PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     ),
     "changed by a later layer": buffers_that_a_later_layer_changes,
     "the same statistics in the first run": statistics_of_equal_batches,
+    "statistics that a call outside saves": statistics_that_a_call_outside_saves,
     "frozen later": then(lambda layer, h: layer.requires_grad_(False)),
     "frozen, and changed, but not read": a_parameter_that_is_frozen_and_changed,
     "switched off and on": switched_off_and_on,
