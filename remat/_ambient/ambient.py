@@ -64,6 +64,7 @@ def settings() -> list[tuple[Callable[[], Any], Callable[[Any], Any]]]:
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
         (private.float32_precision, _set_float32_precision),
         *zip(private.sdpa_enabled, (*kernels, sdpa.allow_fp16_bf16_reduction_math_sdp), strict=True),
+        *private.kernel_libraries,
         (current_device, set_current_device),
     ]
     for kind in ("cpu", *(device.type for device in accelerator())):

@@ -255,6 +255,11 @@ sdpa_enabled = (
     torch._C._get_cudnn_sdp_enabled,
     torch._C._get_math_sdp_allow_fp16_bf16_reduction,
 )
+# The switches of the libraries that have kernels for recurrent networks; the public ones are properties of modules.
+kernel_libraries = (
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+)
 # The order in which attention kernels are tried; the only public setter is `sdpa_kernel(..., set_priority=True)`.
 sdpa_priority, set_sdpa_priority = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
 # The setting of ``torch.set_float32_matmul_precision``, read from one of the two places that it sets, in which all its

@@ -171,6 +171,7 @@ def observed() -> Any:
         torch.mm(one, one).dtype, cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(),
         cuda.cudnn_sdp_enabled(), cuda.fp16_bf16_reduction_math_sdp_allowed(), torch._C._get_sdp_priority_order(),
         torch.get_deterministic_debug_mode(), torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.enabled, torch.backends.mkldnn.enabled,
     )  # fmt: skip
 
 
@@ -188,6 +189,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "priority": lambda: sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True),
     "reduction": lambda: setting(cuda.allow_fp16_bf16_reduction_math_sdp, True, False),
     "deterministic": lambda: setting(torch.set_deterministic_debug_mode, 2, 0),
+    "without cuDNN": lambda: torch.backends.cudnn.flags(enabled=False),  # for second derivatives of an LSTM
+    "without mkldnn": lambda: torch.backends.mkldnn.flags(enabled=False),
     "medium": lambda: setting(torch.set_float32_matmul_precision, "medium", "highest"),
 }
 NAMES = list(SETTINGS)
