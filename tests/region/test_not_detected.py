@@ -121,10 +121,13 @@ ROWS: dict[str, list[Program]] = {
     'a captured tensor that is changed in place, and read only by formatting (`f"{x:.2f}"`) or `pickle`': [
         later(lambda x: of(x, float(f"{CAPTURED:.2f}")), partial(written, CAPTURED.fill_)),
     ],
-    "environment variables, files, the time, random numbers from other sources than torch, Python and NumPy": [
+    "environment variables, files, the time, random numbers from other sources than torch, Python and NumPy, and seeds "
+    "from the system (`torch.seed()`, `np.random.default_rng()`)": [
         later(lambda x: of(x, float(os.environ.get("REMAT_TEST", "2"))),
               partial(written, lambda value: os.environ.__setitem__("REMAT_TEST", str(value)))),
         later(lambda x: of(x, 1 + secrets.randbelow(10**9) / 10**9), nullcontext),
+        later(lambda x: of(x, 1 + numpy.random.default_rng().random()), nullcontext),
+        later(lambda x: of(x, 1 + torch.rand((), generator=(g := torch.Generator(), g.seed())[0]).item()), nullcontext),
     ],
     "a dispatch or function mode that changes values, and is active only in the forward pass": [
         (lambda x: of(x, 2), Doubled, nullcontext),
