@@ -33,7 +33,7 @@ class Question(NamedTuple):
 
     ctx: Any
     op: Any
-    args: tuple
+    args: tuple[Any, ...]
     kwargs: dict[str, Any]
     answers: dict[int, Any]
 
