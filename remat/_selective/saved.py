@@ -43,7 +43,8 @@ class Residual:
 
     def save_here(self, tensor: torch.Tensor) -> None:
         """Save the value where it is."""
-        self._watched.append((alias(tensor), private.version(tensor)))
+        kept = alias(tensor)  # of an inference tensor it may have a version, which the tensor has not
+        self._watched.append((kept, private.version(kept)))
 
     def watch(self, result: torch.Tensor) -> None:
         """Watch a result of the region, whose version counter may be its own: ``_unsafe_view`` doesn't share it."""

@@ -346,3 +346,13 @@ def test_reverse_over_forward_mode_in_a_region(name: str, options: dict) -> None
     if expected.requires_grad:
         assert_same(*(torch.autograd.grad(each.sum(), x) for each in (found, expected)))
         assert_same(*(jvp(grad(lambda x, g=g: g(x, y).sum()), (x,), (y,)) for g in (remat(fn, **options), fn)))
+
+
+def test_a_value_that_an_inner_region_makes_in_inference_mode_is_saved() -> None:
+    def inferred(x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = x.sin()
+        return (x * scale.clone()).cos()
+
+    nested, x = remat(lambda x: remat(inferred)(x * 1), policy=SINE), rand(N)
+    assert_same(torch.autograd.grad(total(nested(x)), x), torch.autograd.grad(total(inferred(x)), x))
