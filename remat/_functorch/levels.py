@@ -185,7 +185,10 @@ class PlainNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: Any, call: Call, outs: Tensors, saved: Tensors, *_: torch.Tensor) -> tuple:
         ctx.region, ctx.call = region, call
-        ctx.save_for_backward(*saved)
+        # Autograd refuses inference tensors, and later changes of what the region changed, of which there is a copy.
+        changed = [not guard.is_as_before for guard in call.guards]
+        ctx.held = {i: t for i, t in enumerate(saved) if t.is_inference() or any(changed[i : i + 1])}
+        ctx.save_for_backward(*(None if i in ctx.held else t for i, t in enumerate(saved)))
         ctx.set_materialize_grads(False)
         results = tuple(t.detach() for t in outs)
         ctx.mark_non_differentiable(*(r for r, t in zip(results, outs) if not t.requires_grad))
@@ -199,7 +202,8 @@ class PlainNode(torch.autograd.Function):
             call.guarded(call.operands)  # its error is more precise than autograd's
         except MutationError as error:
             raise with_region(error, ctx.region, recomputing=False)  # noqa: B904
-        return None, None, None, None, *pull_back(ctx.region, ctx.saved_tensors, cotangents, needs, call, level=0)
+        operands = [ctx.held.get(i, t) for i, t in enumerate(ctx.saved_tensors)]
+        return None, None, None, None, *pull_back(ctx.region, operands, cotangents, needs, call, level=0)
 
 
 def _graph_is_unreachable(level: int, operands: Tensors, thread: int) -> bool:

@@ -117,7 +117,8 @@ def test_tensors_without_data(training: bool, mode: Any) -> None:
 
 @pytest.mark.parametrize("made", ["outside", "inside"])
 @pytest.mark.parametrize("nested", [False, True], ids=["one", "nested"])
-def test_inference_tensors(nested: bool, made: str) -> None:
+@pytest.mark.parametrize("sine", [torch.sin, lambda x: torch.func.vjp(torch.cos, x)[1](-x)[0] / x], ids=["", "vjp"])
+def test_inference_tensors(sine: Callable, nested: bool, made: str) -> None:
     """They have no version counter, and hooks of an outer region get them."""
 
     def twos() -> Tensor:
@@ -125,7 +126,7 @@ def test_inference_tensors(nested: bool, made: str) -> None:
             return torch.full((3,), 2.0, dtype=torch.float64)
 
     def program(wrap: Wrap) -> Callable:
-        inner = wrap(lambda x, c: (x + c).sin() * c.shape[0])
+        inner = wrap(lambda x, c: sine(x + c) * c.shape[0])
         fn = lambda x: inner(x.exp(), given if made == "outside" else twos()).cos()
         return wrap(fn) if nested else fn
 

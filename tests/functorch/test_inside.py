@@ -156,3 +156,11 @@ def test_linearize_inside_a_region_is_refused_with_a_policy_or_under_grad(policy
     # The functional spelling works, as does the policy of a region inside of the traced function.
     both(lambda wrap: grad(squares(wrap(lambda x: jvp(f, (x,), (x,))[1].sin())))(V), policy=policy)
     both(lambda wrap: linearize(wrap(f), V)[1](V), policy=policy)
+
+
+def test_an_argument_that_a_region_changes_may_change_again() -> None:
+    def program(wrap: Wrap) -> Any:
+        count, step = torch.zeros(4), wrap(lambda x, count: grad(squares(f))(x) + 0 * count.add_(1).sum())
+        return through_autograd(lambda x: step(step(x, count), count), V), count
+
+    both(program)
