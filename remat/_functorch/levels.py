@@ -22,6 +22,7 @@ from .._core.passes import nearest_engine_call
 from .._core.state import own_work
 from .._core.tensors import is_dense, is_dual, overlapping
 from .._region.error_context import with_region
+from .._region.hooks import is_hooks_refusal
 from ..errors import MutationError, RematError
 from .bottom import Call, is_followed_by_autograd
 from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, unreached
@@ -237,6 +238,9 @@ def pull_back(region: Any, operands: Tensors, cotangents: Sequence, needs: Seque
         with own_work():
             found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call)
     except Exception as error:
+        if is_hooks_refusal(error) and not region.uses_func:  # the backward of an autograd Function calls torch.func
+            region.root.uses_func, call.tape = True, None
+            return pull_back(region, operands, cotangents, needs, call, level)
         raise with_region(error, region, recomputing=False)  # noqa: B904
     grads, present = iter(found), iter(pullback.present)
     return [next(grads) if needed and next(present) else None for needed in needs]
