@@ -20,7 +20,7 @@ import torch.autograd.forward_ad as fwAD
 from .._core import private
 from .._core.passes import nearest_engine_call
 from .._core.state import own_work
-from .._core.tensors import is_dense, is_dual, overlapping
+from .._core.tensors import is_dense, is_dual, is_in_graph, overlapping
 from .._region.error_context import with_region
 from .._region.hooks import is_hooks_refusal
 from ..errors import MutationError, RematError
@@ -38,10 +38,16 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = (
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         outs = call.at_bottom(region, inputs, ())
         unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
+        outside = {} if region is region.root else {i: t for i, t in enumerate(operands) if is_in_graph(t)}
+        for i in outside.keys() - unreached(outs, outside):
+            raise RematError(
+                f"A derivative of a region that calls torch.func reads {region.root.inputs.name(i)} in a hook, or in "
+                f"the backward of an autograd Function, and would itself lose the derivative with respect to it. Read "
+                f"it in an autograd Function that has it as an input."
+            )
         # The node leads to what is read. In a recompute the rest requires grad all the same.
-        saved = [inputs[i] if i in unread else t for i, t in enumerate(operands)]
         read = [t.detach() if i in unread else t for i, t in enumerate(operands)]
-        return _separate(PlainNode.apply(region, call, outs, saved, *read))
+        return _separate(PlainNode.apply(region, call, outs, operands, *read))
     return call.at_bottom(region, operands, wanted)
 
 

@@ -183,3 +183,16 @@ def test_an_argument_that_a_region_changes_may_change_again() -> None:
         return through_autograd(lambda x: step(step(x, count), count), V), count
 
     both(program)
+
+
+def test_what_only_a_hook_reads_loses_its_derivative_with_an_error() -> None:
+    x, scale = V.clone().requires_grad_(), V.clone().requires_grad_()
+
+    def step(x: Tensor) -> Tensor:
+        h = grad(squares(f))(x)
+        h.register_hook(lambda g: g * scale)
+        return h.sin()
+
+    torch.autograd.grad(remat(step)(x).sum(), x)
+    with pytest.raises(RematError, match=r"reads captured.*scale.* in a hook.*has it as an input"):
+        torch.autograd.grad(remat(step)(x).sum(), x, create_graph=True)
