@@ -193,7 +193,7 @@ class PlainNode(torch.autograd.Function):
     def forward(ctx: Any, region: Any, call: Call, outs: Tensors, saved: Tensors, *_: torch.Tensor) -> tuple:
         ctx.region, ctx.call = region, call
         # Autograd refuses inference tensors, and later changes of what the region changed, of which there is a copy.
-        changed = [not guard.is_as_before for guard in call.guards]
+        changed = [private.version(t) != guard.version for t, guard in zip(saved, call.guards)]
         ctx.held = {i: t for i, t in enumerate(saved) if t.is_inference() or any(changed[i : i + 1])}
         ctx.save_for_backward(*(None if i in ctx.held else t for i, t in enumerate(saved)))
         ctx.set_materialize_grads(False)
