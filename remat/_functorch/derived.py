@@ -7,7 +7,7 @@ levels that are active where it is called, with none on plain tensors, and retur
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any
 
@@ -282,8 +282,7 @@ def batched_pullback(
         return batched if is_mapped else BatchedPullback(pullback, dims, size, randomness), values
     if all(dim is None for dim in (*inner.in_dims, *inner.out_dims)):
         # The level maps nothing: the region is recomputed once, in a level of its own.
-        once = Pullback(inner, pullback.needs, pullback.given, pullback.level, pullback.present)
-        return BatchedPullback(once, dims, size, randomness), values
+        return BatchedPullback(replace(pullback, inner=inner), dims, size, randomness), values
     targets: list[Any] = list(compress(inner.out_dims, pullback.given))
     order = sum(isinstance(each, Pullback) for each in transforms_of(pullback))
     if order > orders_below or None in targets or None in compress(inner.in_dims, pullback.needs):

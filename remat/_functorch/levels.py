@@ -41,9 +41,8 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = (
         outside = {} if region is region.root else {i: t for i, t in enumerate(operands) if is_in_graph(t)}
         for i in outside.keys() - unreached(outs, outside):
             raise RematError(
-                f"A derivative of a region that calls torch.func reads {region.root.inputs.name(i)} in a hook, or in "
-                f"the backward of an autograd Function, and would itself lose the derivative with respect to it. Read "
-                f"it in an autograd Function that has it as an input."
+                f"A derivative of a region that calls torch.func reads {region.root.inputs.name(i)} in a hook or a "
+                f"Function's backward, which loses its derivative. Read it in a Function that has it as an input."
             )
         # The node leads to what is read. In a recompute the rest requires grad all the same.
         read = [t.detach() if i in unread else t for i, t in enumerate(operands)]
@@ -244,8 +243,9 @@ def pull_back(region: Any, operands: Tensors, cotangents: Sequence, needs: Seque
         with own_work():
             found = apply(pullback, [*operands, *(t for t in cotangents if t is not None)], call)
     except Exception as error:
-        if is_hooks_refusal(error) and not region.uses_func:  # the backward of an autograd Function calls torch.func
-            region.root.uses_func, call.tape = True, None
+        if is_hooks_refusal(error) and not region.uses_func:
+            region.root.calls_func()
+            call.tape = None  # its graph would call it under hooks
             return pull_back(region, operands, cotangents, needs, call, level)
         raise with_region(error, region, recomputing=False)  # noqa: B904
     grads, present = iter(found), iter(pullback.present)

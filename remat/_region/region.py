@@ -85,6 +85,10 @@ class Region:
         hand_captured(outer, inputs.captured)
         self.ambient = Ambient(devices, generators, self.options.preserve_rng_state)
 
+    def calls_func(self) -> None:
+        """Note that it calls torch.func, which only its backward showed: that of an autograd Function may."""
+        self.uses_func = True
+
     def forget(self) -> None:
         """Release what only the first run needs, which has ended."""
         if self.ran and LOGGER.isEnabledFor(DEBUG) and not state.recomputing:
@@ -167,8 +171,7 @@ class Region:
         if any((t.shape, stride_of(t)) != form for t, form in zip(operands, forms)):
             raise MutationError(
                 "A region under torch.func.jvp changes the shape or strides of an argument or a captured tensor in "
-                "place (`t_`, `squeeze_`, `resize_`), which code outside of it wouldn't see. Use the out-of-place "
-                "operation."
+                "place (`t_`, `squeeze_`, `resize_`), which code outside wouldn't see. Use the out-of-place operation."
             )
         return self.outputs.record(result, operands)
 

@@ -196,3 +196,8 @@ def test_what_only_a_hook_reads_loses_its_derivative_with_an_error() -> None:
     torch.autograd.grad(remat(step)(x).sum(), x)
     with pytest.raises(RematError, match=r"reads captured.*scale.* in a hook.*has it as an input"):
         torch.autograd.grad(remat(step)(x).sum(), x, create_graph=True)
+
+
+def test_the_derivative_for_a_result_does_not_contain_what_other_results_of_the_region_are_computed_from_it() -> None:
+    h, s = remat(lambda x: (lambda h: (h, h.sin()))(grad(squares(f))(x)))(V.clone().requires_grad_())
+    assert torch.equal(torch.autograd.grad((h + s).sum(), h)[0], torch.ones_like(h))
