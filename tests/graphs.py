@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,24 +17,16 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default}
 
 @dataclass
 class Graphs:
-    """All graphs, and the last one of each kind."""
+    """The last graph of each kind."""
 
     forward: Any = None
     backward: Any = None
     inference: Any = None  # if no argument requires grad
-    all: list[fx.GraphModule] = field(default_factory=list)
 
     def backend(self) -> Callable:
         """A backend for ``torch.compile`` that partitions as inductor does, and runs the graphs unchanged."""
 
-        def record(kind: str) -> Callable:
-            def compiler(graph: fx.GraphModule, inputs: Any) -> Callable:
-                setattr(self, kind, graph)
-                self.all.append(graph)
-                return graph.forward
-
-            return compiler
-
+        record = lambda kind: lambda graph, inputs: setattr(self, kind, graph) or graph.forward
         return aot_autograd(
             fw_compiler=record("forward"),
             bw_compiler=record("backward"),
