@@ -14,6 +14,7 @@ from cases import assert_same, rand
 from cases import module as made
 from comparison import FAIRSCALE, OTHER, SAME, Fails, Outcome, libraries
 from host_copies import Copies
+from modules.blocks import Block
 from random_programs.toolbox import Apply
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torchs
@@ -42,16 +43,6 @@ def lib(request: pytest.FixtureRequest) -> Any:
 
 def is_original(lib: Any) -> bool:
     return lib is not remat.compat
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | None = None) -> Tensor:
-        y = self.down(checkpoint_name(self.up(x).tanh(), "hidden").sin() * scale)
-        return (y if shift is None else y + shift).exp().sin()
 
 
 def norms() -> nn.Module:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from accelerator import DEVICE, LONG, backend
-from cases import assert_same, in_threads, repeated
+from cases import assert_same, in_threads, rand, repeated
 from host_copies import Copies
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,10 +23,6 @@ from remat._core.host_memory import Group, Offloaded, stays
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("collector_off")
 cuda = pytest.mark.cuda
-
-
-def leaf(*shape: int) -> Tensor:
-    return torch.randn(*shape, requires_grad=True)
 
 
 def regions(x: Tensor, count: int, steps: int = 1, unpack: Callable = Offloaded.get) -> tuple[Tensor, list[Group]]:
@@ -128,7 +124,7 @@ def test_levels_and_tangents_are_not_copied(far: Copies) -> None:
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_a_read_copies_back_its_group_and_the_one_before(retain_graph: bool, far: Copies) -> None:
     reads: list[tuple[list[int], int]] = []
-    x = leaf(8)
+    x = rand(8)
     loss, _ = regions(x, 4, unpack=lambda kept: (kept.get(), reads.append((far.taken(), far.on_device())))[0])
     assert len(far.out) == 8 and not far.back
     for _ in range(1 + retain_graph):
@@ -141,7 +137,7 @@ def test_a_read_copies_back_its_group_and_the_one_before(retain_graph: bool, far
 
 
 def test_a_tensor_that_is_released_in_a_pass_is_not_copied_back_again(far: Copies) -> None:
-    x = leaf(8)
+    x = rand(8)
     loss, _ = regions(x, 1, 2, unpack=lambda kept: (kept.get(), kept.release())[0])
     torch.autograd.grad(loss, x, retain_graph=True)
     assert sorted(far.taken()) == [0, 1, 2, 3]
@@ -152,7 +148,7 @@ def test_a_tensor_that_is_released_in_a_pass_is_not_copied_back_again(far: Copie
 
 
 def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Copies) -> None:
-    middle, _ = regions(leaf(8), 1)
+    middle, _ = regions(rand(8), 1)
     loss, _ = regions(middle.detach().requires_grad_(), 1)
     loss.backward()
     assert set(far.taken()) == {0, 1, 2, 3}
@@ -162,7 +158,7 @@ def test_a_group_that_was_only_prefetched_is_released_when_the_pass_ends(far: Co
 
 
 def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
-    x = leaf(8)
+    x = rand(8)
     loss, _ = regions(x, 2)
     to_device, fails = Offloaded._to_device, iter([False, True, True])
 
@@ -177,7 +173,7 @@ def test_a_prefetch_may_run_out_of_memory(far: Copies, monkeypatch: pytest.Monke
 
 
 def test_nothing_is_kept_alive(far: Copies) -> None:
-    x = leaf(8)
+    x = rand(8)
     loss, groups = regions(x, 3)
     refs, thread_groups = [weakref.ref(group) for group in groups], groups[0]._siblings
     torch.autograd.grad(loss, x, retain_graph=True)
@@ -191,7 +187,7 @@ def test_nothing_is_kept_alive(far: Copies) -> None:
 
 
 def test_each_thread_has_its_own_order_of_groups(far: Copies) -> None:
-    x = leaf(8)
+    x = rand(8)
     first, _ = regions(x, 1)
     ((other, _),) = in_threads(lambda: regions(x, 1))
     empty = Group()  # it has no tensor to copy back

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as fwAD
 from cases import assert_same_results, plain, rand
+from random_programs.toolbox import pair as rows
 from torch import Tensor
 from torch.func import grad, jacfwd, jacrev, jvp, vjp
 
@@ -38,10 +39,6 @@ def summed(fn: Fn) -> Fn:
 
 def squares(fn: Fn) -> Fn:
     return lambda x: fn(x).square().sum()
-
-
-def rows(x: Tensor) -> Tensor:
-    return torch.stack([x, x.cos()])
 
 
 def forces(fn: Fn) -> Fn:

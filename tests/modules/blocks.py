@@ -29,10 +29,10 @@ class Block(Base):
         self.up = nn.Linear(width, 2 * width)
         self.down = nn.Linear(2 * width, width)
 
-    def forward(self, x: Tensor, scale: float = 1.0, *, flag: bool = False) -> Tensor:
+    def forward(self, x: Tensor, scale: float = 1.0, *, shift: Tensor | float = 0.0) -> Tensor:
         """Works."""
         RUNS.append(is_recomputing())
-        return self.down(checkpoint_name(self.up(x).tanh(), "hidden").sin() * scale).exp().cos()
+        return (self.down(checkpoint_name(self.up(x).tanh(), "hidden").sin() * scale) + shift).exp().cos()
 
 
 class Quiet(Block):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.autograd.forward_ad as fwAD
 from cases import default_dtype, same_bits, tensor_leaves, total
+from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.utils._pytree import tree_map
@@ -204,12 +205,6 @@ def observe(make: Fn, run: str, around: dict | None) -> dict[str, Any]:
     }
 
 
-def surroundings() -> tuple:
-    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return modes, hooks, torch.is_grad_enabled(), torch._C._functorch.maybe_get_level(torch.zeros(()))
-
-
 def compare(make: Fn, run: str, exact: bool = False, around: dict | None = None) -> None:
     """Assert that a program has the same results with and without regions.
 
@@ -232,7 +227,7 @@ def compare(make: Fn, run: str, exact: bool = False, around: dict | None = None)
             raise Unrunnable from error
         with refusals():
             found = observe(make, run, around)
-    assert surroundings() == before, "the surroundings of the program have changed"
+    assert_as_before(before, drawn=True)
     for what, values in expected.items():
         if what != "hooks that ran" or exact:
             assert len(found[what]) == len(values), f"{len(found[what])} {what} instead of {len(values)}"

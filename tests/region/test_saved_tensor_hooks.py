@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from cases import ROOT, Wrap, assert_same, plain, rand, tensors
+from cases import grad as gradients
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor
@@ -132,10 +133,6 @@ def laid_out(lay: Callable[[Tensor], Tensor]) -> Build:
     return lambda wrap: lambda x, w: wrap(reads_the_layout)(lay(x), w)
 
 
-def gradients(out: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-    return grad(out.sum(), inputs)
-
-
 def same(derive: Check) -> Check:
     return lambda wrap: assert_same(derive(wrap), derive(plain))
 
@@ -187,7 +184,7 @@ def differentiated(
                 out = wrap(fn)(argument, w)
             out = change(out, argument)
             with backward():
-                return gradients(out, x, w)
+                return gradients(out, (x, w))
 
     return run
 
@@ -214,7 +211,7 @@ def captured_tensors_with_a_history_are_packed(wrap: Wrap) -> None:
     with Hooks(there=lambda t: seen.append(tuple(t.shape)) or t):
         out = wrap(lambda x: ((x @ h).sin() @ parameter).exp())(x)
     assert seen.count((4, 3)) >= 1 and (3, 2) not in seen
-    assert_same(gradients(out, x, w), gradients(((x @ (w * 2)[:, :3]).sin() @ parameter).exp(), x, w))
+    assert_same(gradients(out, (x, w)), gradients(((x @ (w * 2)[:, :3]).sin() @ parameter).exp(), (x, w)))
 
 
 def unpacked_as_often_as_without_a_region(wrap: Wrap) -> None:
@@ -255,7 +252,7 @@ def hooks_that_raise(wrap: Wrap) -> None:
             grad(out, (x, w), retain_graph=True)
         assert_as_before(before)
         torch.manual_seed(0)
-        assert_same(grad(out, (x, w)), gradients(noisy(x, w), x, w))
+        assert_same(grad(out, (x, w)), gradients(noisy(x, w), (x, w)))
 
 
 def refused_before_anything_runs(wrap: Wrap) -> None:
@@ -556,7 +553,7 @@ def test_what_hooks_pack_is_held_and_nothing_else() -> None:
         assert held_bytes(remat(fn), x, w) == x.nbytes < held_bytes(fn, x, w)
     assert held_bytes(remat(block_with(Hooks)), x, w) == 4 * x.nbytes
     assert held_bytes(packed_smaller, x, w) == x.nbytes + x.nbytes // 4 + w.nbytes // 4
-    gradients(packed_smaller(x, w), x, w)
+    gradients(packed_smaller(x, w), (x, w))
 
 
 def test_hooks_are_hidden_and_lifted_only_within() -> None:

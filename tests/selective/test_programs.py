@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from cases import CASES, Case, Wrap, assert_same, module, orders_of, plain, rand, scalar, total
 from cases import tensor_leaves as leaves_of
-from random_programs.toolbox import chosen
+from random_programs.toolbox import chosen, pair
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vjp, vmap
@@ -259,17 +259,13 @@ def test_higher_orders(case: Case, policy: str) -> None:
     assert_same(found, expected(orders), exact=False)  # a function that differentiates adds in another order
 
 
-def stacked(t: Tensor) -> Tensor:
-    return torch.stack([t, t.cos()])
-
-
 def first_mapped(transform: Callable[[tuple], Callable], args: tuple) -> Any:
     """A transform of functions in which only the first argument has a batch dimension."""
-    return transform((0,) + (None,) * (len(args) - 1))(stacked(args[0]), *args[1:])
+    return transform((0,) + (None,) * (len(args) - 1))(pair(args[0]), *args[1:])
 
 
 TRANSFORMS: dict[str, Callable[[Fn, tuple, tuple], Any]] = {
-    "vmap, grad": lambda f, args, n: vmap(grad(f, n), randomness="different")(*map(stacked, args)),
+    "vmap, grad": lambda f, args, n: vmap(grad(f, n), randomness="different")(*map(pair, args)),
     "vmap, grad, shared": lambda f, args, n: first_mapped(lambda dims: vmap(grad(f, n), dims, randomness="same"), args),
     "grad, vmap": lambda f, args, n: first_mapped(
         lambda dims: grad(lambda *a: vmap(f, dims, randomness="different")(*a).sum(), n), args
