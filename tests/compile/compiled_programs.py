@@ -15,12 +15,6 @@ def given(rows: int = 2) -> Tensor:
     return torch.linspace(0.1, 1, rows * 6).view(rows, 6).requires_grad_()
 
 
-def value_and_grad(f: Callable, x: Tensor) -> tuple[Tensor, Tensor]:
-    x = x.detach().requires_grad_()
-    out = f(x)
-    return out.detach(), torch.autograd.grad(out.square().sum(), x)[0]
-
-
 def block(x: Tensor, w: Tensor) -> Tensor:
     return (x @ w).sin().exp() @ w
 
@@ -70,7 +64,7 @@ PROGRAMS: dict[str, tuple[Callable, int]] = {
 def value_and_grads(f: Callable, *args: Tensor) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in args]
     out = f(*leaves)
-    return out.detach(), *torch.autograd.grad(out.sum(), leaves)
+    return out.detach(), *torch.autograd.grad(out.square().sum(), leaves)
 
 
 def grads(f: Callable, rows: int = 2) -> tuple[Tensor, ...]:

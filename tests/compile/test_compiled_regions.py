@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import plain, run_program
-from compiled_programs import CONTEXTS, PROGRAMS, W, block, given, grads, keeps_products, value_and_grad
+from compiled_programs import CONTEXTS, PROGRAMS, W, block, given, grads, keeps_products, value_and_grads
 from graphs import count, graphs_of
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -71,7 +71,7 @@ def test_a_region_around_a_compiled_function(module: bool) -> None:
     layer = nn.GRUCell(6, 6) if module else lambda x: block(x, W)
     f = remat.remat(torch.compile(layer, backend="aot_eager"))
     for _ in range(2):
-        torch.testing.assert_close(value_and_grad(f, given()), value_and_grad(layer, given()))
+        torch.testing.assert_close(value_and_grads(f, given()), value_and_grads(layer, given()))
     if isinstance(layer, nn.Module):
         layer.compile(backend="aot_eager")  # the region is another module
         assert remat.saved_residuals(layer, given()) and not remat.saved_residuals(remat.remat(layer), given())
@@ -83,8 +83,8 @@ def smooth(x: Tensor) -> Tensor:
 
 def recomputed(f: Callable) -> int:
     """The number of products that the compiled backward recomputes; checks that the values are those of `smooth`."""
-    graphs, result = graphs_of(f, value_and_grad, given())
-    torch.testing.assert_close(result, value_and_grad(smooth, given()))
+    graphs, result = graphs_of(f, value_and_grads, given())
+    torch.testing.assert_close(result, value_and_grads(smooth, given()))
     return count(graphs.backward) - 2
 
 
@@ -170,9 +170,9 @@ def test_code_is_compiled_once_with_and_once_without_disable_remat() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     f = torch.compile(remat.remat(smooth), backend=counter, fullgraph=True)
     for _ in range(2):
-        value_and_grad(f, given())
+        value_and_grads(f, given())
         with disable_remat():
-            value_and_grad(f, given())
+            value_and_grads(f, given())
     regions = [sum("checkpoint" in str(node.target) for node in graph.graph.nodes) for graph in counter.graphs]
     assert regions == [1, 0]
 
