@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
-from accelerator import DEVICE, LONG, backend
+from accelerator import DEVICE, LONG, backend, each_device
 from cases import assert_same, in_threads, rand, repeated
 from host_copies import Copies
 from torch import Tensor
@@ -80,7 +80,7 @@ LAYOUTS = {**KEPT, **OTHERS}
 OVERLAPPING = {"expanded", "windows"}
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param(DEVICE, marks=cuda)])
+@each_device
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_copy_has_the_layout_without_gaps(name: str, device: str, far: Copies) -> None:
     tensor = LAYOUTS[name](BASE.to(device))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from accelerator import DEVICE
+from accelerator import each_device
 from cases import assert_same, gradient, rand
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -20,17 +20,13 @@ from remat import RecomputeMismatchError, is_recomputing, policies, remat
 from remat._region.fingerprints import checksum
 
 
-@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def strided(shape: tuple[int, ...], *strides: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
     """A function that saves a tensor with other strides in each run."""
     each = iter(strides)
     return lambda x: torch.empty_strided(shape, next(each), device=x.device, dtype=x.dtype).copy_(x.sin()).sin()
 
 
+@each_device
 def test_other_strides_are_a_mismatch(device: str) -> None:
     x = rand(4, 4).detach().to(device).requires_grad_()
     with pytest.raises(RecomputeMismatchError, match=r"with strides \(4, 1\) in the forward and .* \(1, 4\)"):
@@ -38,6 +34,7 @@ def test_other_strides_are_a_mismatch(device: str) -> None:
     gradient(remat(strided((4, 4), (4, 1), (1, 4)), determinism_check="none"), x)
 
 
+@each_device
 @pytest.mark.parametrize("shape, before, now", [((1, 4), (4, 1), (7, 1)), ((0, 4), (4, 1), (1, 7))], ids=str)
 def test_strides_of_dimensions_without_extent_do_not_matter(shape: Any, before: Any, now: Any, device: str) -> None:
     x = rand(*shape).detach().to(device).requires_grad_()

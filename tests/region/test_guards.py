@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from accelerator import DEVICE
+from accelerator import each_device
 from cases import Wrap, assert_same, assert_same_results, gradient, plain, rand
 from host_copies import Copies
 from torch import Tensor, nn
 
 from remat import MutationError, policies, remat
 from remat.compat import checkpoint_wrapper
-
-
-@pytest.fixture(params=["cpu", pytest.param(DEVICE, marks=pytest.mark.cuda)])
-def device(request: pytest.FixtureRequest) -> str:
-    return request.param
-
 
 SAVES = policies.save_ops("aten.sin", "aten.add_", "aten.native_batch_norm")
 WAYS: dict[str, Wrap] = {
@@ -72,6 +66,7 @@ LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable]] = {
 
 
 @every_way
+@each_device
 @pytest.mark.parametrize("change", [None, changed, through_data])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_recompute_gets_a_small_argument_as_it_was(device: str, layout: str, change: Any, wrap: Wrap) -> None:
@@ -96,6 +91,7 @@ DTYPES = torch.bool, torch.uint8, torch.int64, torch.half, torch.float8_e4m3fn, 
 VALUES = [*(torch.ones(3, dtype=dtype) for dtype in DTYPES), torch.ones(1).expand(50_000, 1), torch.tensor([-0.0])]
 
 
+@each_device
 @pytest.mark.parametrize("value", [*VALUES, torch.tensor([float("inf")])], ids=str)
 def test_what_has_not_changed_is_the_same_object_in_a_recompute(device: str, value: Tensor) -> None:
     seen = []
