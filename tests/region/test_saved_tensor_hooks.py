@@ -22,18 +22,10 @@ from torch.autograd import grad, graph
 from torch.autograd.graph import get_gradient_edge, increment_version, save_on_cpu
 
 from benchmarks.measure import held_bytes
-from remat import (
-    MutationError,
-    RematError,
-    checkpoint_name,
-    disable_remat,
-    is_recomputing,
-    policies,
-    remat,
-    saved_residuals,
-)
+from remat import checkpoint_name, disable_remat, is_recomputing, policies, remat, saved_residuals
 from remat._core import private
 from remat._region.hooks import hooks_allowed, hooks_hidden
+from remat.errors import MutationError, RematError
 
 DOCS = ROOT / "docs" / "reference" / "saved_tensor_hooks.md"
 POLICIES = {

@@ -18,19 +18,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import grad, jvp, vjp, vmap
 
 from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
-from remat import (
-    MutationError,
-    RecomputeMismatchError,
-    checkpoint_name,
-    disable_remat,
-    is_recomputing,
-    policies,
-    remat,
-    saved_residuals,
-)
+from remat import checkpoint_name, disable_remat, is_recomputing, policies, remat, saved_residuals
 from remat._core.known import known_of
 from remat._selective.saved import numbers
 from remat._selective.values import Layout, place_of
+from remat.errors import MutationError, RecomputeMismatchError
 
 Fn = Callable[..., Any]
 aten = torch.ops.aten
