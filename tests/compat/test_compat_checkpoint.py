@@ -259,8 +259,6 @@ def test_a_backward_that_needs_only_inputs_recomputes_nothing() -> None:
 
 
 SINCE = "that changed since"
-VARIABLES = f"variables of closures and globals, attributes of objects, {SINCE}"
-CLASSES = f"attributes of classes and of imported modules {SINCE}"
 
 
 def scaled_by(holder: Any, call: Callable) -> Any:
@@ -270,17 +268,12 @@ def scaled_by(holder: Any, call: Callable) -> Any:
     return torch.autograd.grad(out, x)
 
 
-@compared(VARIABLES, theirs=OTHER)
+@compared(f"variables of closures and globals, attributes of objects, {SINCE}", theirs=OTHER)
 def test_variables_are_as_in_the_first_run(call: Callable) -> Any:
     x, scale = rand(3), 2.0
     out = call(lambda x: (x * scale).sin().exp(), x).sum()
     scale = 3.0
     return torch.autograd.grad(out, x), scaled_by(SimpleNamespace(k=2.0), call)
-
-
-@compared(CLASSES, theirs=OTHER, ours=OTHER)
-def test_attributes_of_classes_are_not(call: Callable) -> Any:
-    return scaled_by(type("Settings", (), {"k": 2.0}), call)
 
 
 CAPTURED = "captured tensors changed in place before the backward pass"
@@ -321,6 +314,7 @@ FAILS = Fails(RuntimeError)
 mapped = lambda call: torch.vmap(lambda x: call(deep, x))
 noisy = lambda x, generator: (x * torch.rand(64, generator=generator)).sin().exp()
 RANDOM, BATCHED = "`preserve_rng_state`", "`torch.func`: `vmap`"
+CLASSES = f"attributes of classes and of imported modules {SINCE}"
 # Programs of one line with the rows that they are about, torch's outcome and remat's.
 PROGRAMS: list[tuple[str, Outcome, Outcome, Callable[[Callable], Any]]] = [
     (RANDOM, SAME, SAME, drawn(drops)),
@@ -329,6 +323,7 @@ PROGRAMS: list[tuple[str, Outcome, Outcome, Callable[[Callable], Any]]] = [
     (RANDOM, OTHER, SAME, drawn(lambda x: (x * np.random.random()).sin().exp())),
     (RANDOM, OTHER, SAME, lambda call: drawn(noisy, torch.Generator().manual_seed(1))(call)),
     (BATCHED, FAILS if torch.__version__ < "2.12" else SAME, SAME, lambda call: mapped(call)(rand(3, grad=False))),
+    (CLASSES, OTHER, OTHER, lambda call: scaled_by(type("Settings", (), {"k": 2.0}), call)),
     (BATCHED, FAILS, SAME, lambda call: torch.autograd.grad(mapped(call)(x := rand(3)).sum(), x)),
 ]
 row(*(name for name, *_ in PROGRAMS))
