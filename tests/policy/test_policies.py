@@ -67,6 +67,8 @@ EXPRESSIONS = {
     "policies.save_only_these_names('q', 'k*')": NAMED,
     "policies.save_any_names_but_these('q')": policies.save_any_names_but_these("q"),
     "policies.save_if(large)": policies.save_if(large),
+    "policies.budget(0.5)": policies.budget(0.5),
+    "policies.budget('64MiB', cost='flops')": policies.budget("64MiB", cost="flops"),
     "policies.offload(policies.save_matmuls_without_batch_dims)": in_jax.offload_dot_with_no_batch_dims(
         "device", "pinned_host"
     ),
@@ -361,8 +363,3 @@ def test_names_are_found_where_they_were_before() -> None:
     for module in (policies, in_jax):
         with pytest.raises(AttributeError, match="has no attribute 'save_everything'"):
             module.save_everything  # noqa: B018
-
-
-def test_a_budget_prints_as_it_is_written() -> None:
-    assert repr(policies.budget("64MiB", cost="flops")) == "policies.budget('64MiB', cost='flops')"
-    assert repr(policies.budget(0.5)) == "policies.budget(0.5)"
