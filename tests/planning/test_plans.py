@@ -264,6 +264,8 @@ def test_too_small_an_amount_is_an_error_that_says_what_takes_the_memory() -> No
     assert remat.nn.budget(model, least, x, loss=loss).peak <= least
     for amount in (1000, least // 2):
         assert least_of(model, amount, x, loss) == pytest.approx(least, rel=0.02)
+    with pytest.raises(remat.RematError, match=r"of it are gradients of parameters, .*\. Choose a budget of"):
+        remat.nn.budget(layers(2), 0.5, X[:1, :1], loss=squared)
     with pytest.raises(remat.PolicyError):
         remat.nn.budget(model, -1, x, loss=loss)
 
@@ -437,11 +439,6 @@ def test_layers_that_are_not_worth_a_region_alone_are_regions_together() -> None
     assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(input=x))
     blocks = (nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh()) for _ in range(8))
     fitted(nn.Sequential(*blocks), 0.6, torch.randn(2048, 64), squared, off=0.15)  # each ends in a value that it saves
-
-
-def test_gradients_that_fill_the_amount_are_named() -> None:
-    with pytest.raises(remat.RematError, match=r"of it are gradients of parameters, .*\. Choose a budget of"):
-        remat.nn.budget(layers(2), 0.5, X[:1, :1], loss=squared)
 
 
 @pytest.mark.filterwarnings("error")
