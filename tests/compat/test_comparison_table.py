@@ -55,8 +55,7 @@ class Model(nn.Module):
         self.call = [wrap(self.block)]  # in a list, as fairscale's is the block itself, which would be there twice
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.call[0](x.reshape(-1, 4))
-        return out.square().sum()
+        return self.call[0](x.reshape(-1, 4)).square().sum()
 
 
 def loss(wrap: Wrapper, *first: nn.Module) -> Model:

@@ -53,8 +53,7 @@ def made(block: type[nn.Module]) -> nn.Sequential:
 
 
 def loss_of(model: Any) -> Tensor:
-    result: Tensor = extend(nn.CrossEntropyLoss())(model(X), LABELS)
-    return result
+    return extend(nn.CrossEntropyLoss())(model(X), LABELS)
 
 
 def step(model: Any, extension: Any) -> list[Any]:

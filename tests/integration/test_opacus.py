@@ -41,8 +41,7 @@ class Block(nn.Module):
         self.up, self.down, self.dropout = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = torch_checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
-        return result
+        return torch_checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
 
     def body(self, x: Tensor) -> Tensor:
         h = self.norm(x)
@@ -58,8 +57,7 @@ class Classifier(nn.Module):
         self.blocks = nn.Sequential(*(Block() for _ in range(4)))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        result: Tensor = self.head(self.blocks(self.words(tokens)).mean(1))
-        return result
+        return self.head(self.blocks(self.words(tokens)).mean(1))
 
 
 class Tied(Classifier):

@@ -66,8 +66,7 @@ def with_checkpoints(model: Any) -> Any:
 
 
 def of_language(model: Any, ids: Tensor) -> Tensor:
-    loss: Tensor = model(input_ids=ids, labels=ids).loss
-    return loss
+    return model(input_ids=ids, labels=ids).loss
 
 
 def llama() -> Any:
