@@ -24,14 +24,9 @@ def f(x: Tensor) -> Tensor:
     return (h * h.sin()) @ W.T
 
 
-def by_vjp(g: Fn, x: Tensor) -> Tensor:
-    out, pull = vjp(g, x)
-    return pull(out.cos())[0]
-
-
 TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
     "grad": lambda g: grad(lambda x: g(x).square().sum()),
-    "vjp": lambda g: lambda x: by_vjp(g, x),
+    "vjp": lambda g: lambda x: (lambda out, pull: pull(out.cos())[0])(*vjp(g, x)),
     "jvp": lambda g: lambda x: sum(jvp(g, (x,), (x.cos(),))),
     "jacrev": lambda g: lambda x: jacrev(g)(x).reshape(-1, *x.shape).sum(0),
     "jacfwd": lambda g: lambda x: jacfwd(g)(x).reshape(-1, *x.shape).cos().sum(0),

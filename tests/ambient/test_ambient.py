@@ -51,13 +51,6 @@ def seeded() -> None:
     seed_all()
 
 
-def following(ambient: Ambient, draw: Callable[[], Any] = draw_all) -> Any:
-    """The numbers that are drawn next, which stay the next ones."""
-    numbers = draw()
-    ambient.rewind()
-    return numbers
-
-
 other_bits = lambda: setting(np.random.set_bit_generator, np.random.PCG64(3), np.random.get_bit_generator())
 
 
@@ -71,7 +64,8 @@ def test_the_same_numbers_inside_and_the_next_ones_after_it(draw: Callable, arou
             draw()
         count = 1 if before else 3  # the first may be a stored normal, which leaves the generator's words as they were
         ambient, first = capture(), [draw() for _ in range(count)]
-        expected = following(capture(), draw)
+        later, expected = capture(), draw()
+        later.rewind()
         for _ in range(2):
             with ambient.restored():
                 assert [draw() for _ in range(count)] == first

@@ -80,10 +80,6 @@ def with_attribute(w: Tensor) -> Callable:
     return fn
 
 
-def returns(w: Tensor) -> Callable[[], Tensor]:
-    return lambda: w
-
-
 def set_w(held: Any, w: Tensor) -> None:
     held.w = w
 
@@ -152,7 +148,7 @@ List, Dict, Named, Object, KEYS = *map(odd, (list, dict, Pair, Holder)), [odd(ob
 PLACES: dict[str, tuple[str, Build]] = {
     "closure variable": ("closure variable 'held'", held(lambda w: w, lambda h: h)),
     "variable of a helper": ("closure variable 'w' of held", held(
-        returns, lambda h: h(), lambda h, w: setattr(h.__closure__[0], "cell_contents", w))),
+        lambda w: lambda: w, lambda h: h(), lambda h, w: setattr(h.__closure__[0], "cell_contents", w))),
     "global": ("global 'G'", outside(reads_global, set_global)),
     "global of a helper": ("global 'G'", outside(lambda x: sum(reads_global(x) for _ in range(1)), set_global)),
     "global dict": ("TABLE['w'][0]", outside(lambda x: work(x, TABLE["w"][0]), lambda w: TABLE.update(w=[w]))),

@@ -37,11 +37,6 @@ def of_captured_tensors(wrap: Wrap, x: Tensor, w: Tensor) -> None:
     grad(wrap(lambda x: x[1:] * h[:3])(x), (x, w))
 
 
-def of_a_constant(wrap: Wrap, x: Tensor, w: Tensor) -> None:
-    value = w.detach().clone()
-    grad(wrap(lambda x: (x * value).view(2, 8))(x), x)
-
-
 STEPS: dict[str, tuple[Callable, dict[str, int]]] = {
     "up to the last saved tensor": (lambda wrap, x, w: grad(wrap(mm_chain)(x, w), (x, w)), {"mm": 2, "tanh": 2}),
     "no early stop": (lambda wrap, x, w: grad(wrap(mm_chain, early_stop=False)(x, w), (x, w)), {"mm": 3, "tanh": 2}),
@@ -56,7 +51,8 @@ STEPS: dict[str, tuple[Callable, dict[str, int]]] = {
         wrap(lambda x: F.rrelu(x * 2, training=True), early_stop=False)(x), x), {"mul": 1, "rrelu_with_noise": 1}),
     "inputs": (lambda wrap, x, w: grad(wrap(lambda x: (x.view(-1) * w.view(-1))[2:])(x), (x, w)), {}),
     "captured tensors": (of_captured_tensors, {}),
-    "a constant, which is copied": (of_a_constant, {"clone": 1, "equal": 1}),
+    "a constant, which is copied": (lambda wrap, x, w: (lambda value: grad(
+        wrap(lambda x: (x * value).view(2, 8))(x), x))(w.detach().clone()), {"clone": 1, "equal": 1}),
 }  # fmt: skip
 
 

@@ -29,12 +29,8 @@ def layers(count: int) -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double() for _ in range(count)]
 
 
-def parameters(row: list[nn.Module]) -> list[Tensor]:
-    return [p for layer in row for p in layer.parameters()]
-
-
 def grads(f: Callable, x: Tensor, row: list[nn.Module]) -> tuple:
-    return torch.autograd.grad(f(x).square().sum(), [x, *parameters(row)])
+    return torch.autograd.grad(f(x).square().sum(), [x, *(p for layer in row for p in layer.parameters())])
 
 
 def deep(x: Tensor) -> Tensor:
