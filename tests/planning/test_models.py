@@ -30,6 +30,10 @@ def test_blocks_inside_of_a_block_are_a_part_of_it() -> None:
     assert [block.name for block in fitted(layers(3), 0.6, where=(LAYER, nn.LayerNorm)).blocks] == ["0", "1", "2"]
 
 
+def test_blocks_are_regions_though_the_model_fits_without() -> None:
+    assert [block.name for block in budget(layers(2), 2**40).blocks] == ["0", "1"]
+
+
 def test_a_block_that_is_called_twice() -> None:
     block = layer()
     fitted(nn.Sequential(block, nn.Linear(32, 32), block), 0.7, where=LAYER)
