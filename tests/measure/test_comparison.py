@@ -109,6 +109,8 @@ def test_a_generator_among_the_arguments_is_restored() -> None:
     generator, state = torch.Generator(), torch.Generator().get_state()
     result = check(lambda x, generator: x.sin() * torch.rand(3, generator=generator), rand(3), generator)
     assert result and torch.equal(generator.get_state(), state)
+    result = check(lambda x, generator: (off() and torch.rand(1, generator=generator), x)[1], rand(3), generator)
+    assert [difference.what for difference in result.differences] == ["argument generator 0"]
 
 
 def test_the_loss_of_a_result_is_differentiated() -> None:
