@@ -288,7 +288,8 @@ def test_captured_tensors_that_were_changed_in_place_are_an_error(call: Callable
 
 
 @compared(
-    "default dtype, attention kernels, deterministic algorithms, precision of products, changed since", theirs=OTHER
+    "default dtype, attention kernels, cuDNN, oneDNN, deterministic algorithms, precision of products, changed since",
+    theirs=OTHER,
 )
 def test_settings_are_as_in_the_first_run(call: Callable) -> Any:
     """The others are in `tests/ambient`."""
