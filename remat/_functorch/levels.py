@@ -54,7 +54,7 @@ def _at_vmap(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     level, randomness = interpreter.level(), interpreter.randomness()
     pairs = [private.unwrap_batched(t, level) for t in operands]
     values, dims = [value for value, _ in pairs], tuple(dim for _, dim in pairs)
-    maps = randomness == "different" or any(dim is not None for dim in dims)
+    maps = randomness == "different" or any(dim is not None for dim in dims)  # or no result is batched
     sums = maps and any(w and dim is None for w, dim in zip(wanted, dims))
     # A region that was called outside of this level has drawn there what recomputes must draw.
     drawn = randomness if region.root.kinds[level - 1 : level] == (private.VMAP,) else "same"
