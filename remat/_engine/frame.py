@@ -317,7 +317,7 @@ class Filler(RegionHooks):
     def _compare(self, slot: Slot, now: tuple, tensor: torch.Tensor) -> None:
         before, index = slot.fingerprint, self.count - 1
         # Of an operation's results, which are saved one after the other, some have no maker, such as random seeds.
-        makers = [maker_of(slot.fingerprint) for slot in self.frame.slots.alive()[max(0, index - 5) : index] if slot]
+        makers = [maker_of(each.fingerprint) for each in self.frame.slots.alive()[max(0, index - 5) : index] if each]
         maker = next((each for each in reversed(makers) if each is not type(None)), type(None))
         is_input = tensor.is_leaf and tensor.requires_grad  # then the first run had no slot for it
         if is_other(before, now, maker) or (is_input and maker_of(before) is not type(None)):
