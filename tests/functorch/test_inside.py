@@ -143,6 +143,20 @@ def test_a_stored_tensor_of_a_level_that_has_ended(policy: Any) -> None:
     both(program)
 
 
+def test_a_counter_that_an_ended_level_has_left_is_an_input_of_all_runs_alike() -> None:
+    def program(wrap: Wrap) -> Any:
+        state = {"m": torch.zeros(4, dtype=V.dtype)}
+
+        def steps(x: Tensor) -> Tensor:
+            old, state["m"] = state["m"], state["m"] * 0.5 + 1
+            return x * old.cos()
+
+        step = wrap(lambda x: jvp(wrap(steps), (x,), (x.cos(),))[1] + x)
+        return [through_autograd(wrap(lambda x: step(x.sin())), V) for _ in range(2)]
+
+    both(program)
+
+
 @pytest.mark.parametrize("inside", INSIDE)
 def test_no_gradient_of_what_a_region_does_not_use(inside: str) -> None:
     """As without remat, hooks on it are not called, and nothing is accumulated."""
