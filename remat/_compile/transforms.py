@@ -129,8 +129,7 @@ class TracedCall(Call):
 def _again(region: Any, operands: Tensors) -> list:
     """A recompute, on operands that depend on the cotangents."""
     count = next((len(each.needs) for each in transforms_of(region) if isinstance(each, Pullback)), len(operands))
-    before = region.root.before(operands[:count])
-    return region.run([*after(before, operands[count:]), *operands[count:]], Run())
+    return region.run([*after(region.root.before(operands[:count]), operands[count:]), *operands[count:]], Run())
 
 
 def after(tensors: Tensors, others: Tensors) -> list[torch.Tensor]:

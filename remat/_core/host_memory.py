@@ -39,8 +39,7 @@ def stays(tensor: torch.Tensor) -> bool:
 
 def has_streams(device: torch.device) -> bool:
     """Whether copies run concurrently with the computation. On other devices they are synchronous."""
-    types = [each.type for each in accelerator()]
-    return device.type in types and hasattr(torch.get_device_module(device), "Stream")
+    return device.type in {each.type for each in accelerator()} and hasattr(torch.get_device_module(device), "Stream")
 
 
 class Offloaded:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from .._captured.captured import Captured
+from .._captured.variables import bound
 from .._core import private
 from .._core.devices import wait_for_backward_threads
 from .._core.facts import tensors
@@ -145,8 +146,7 @@ class Watch(TorchFunctionMode):
     def check_end(self, outs: Sequence[torch.Tensor]) -> None:
         """Raise a CaptureError if the run, which has ended, read another tensor than operands, or stored one."""
         self.check_captured()
-        kinds = self.region.kinds
-        if kinds and private.GRAD not in kinds and private.JVP not in kinds:
+        if {*self.region.kinds} == {private.VMAP}:
             return  # a tensor stored under vmap has no use without remat either
         returned = set(map(id, outs))
         for path, tensor in self.stored:
@@ -156,6 +156,9 @@ class Watch(TorchFunctionMode):
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
             if lost and (path.up is None or path.up.step != "_flat_weights"):
                 raise CaptureError(_STORED.format(tuple(tensor.shape), path))
+        # The levels of the run have ended. Later operations would unwrap only one of several wrappers.
+        if ended := {id(t): private.unwrap_if_dead(t) for _, t in self.stored if private.is_dead(t)}:
+            bound(Captured(self.region.fn, *self.region.inputs.arguments.searched()).variables, ended).put()
 
     @cached_property
     def stored(self) -> list[tuple[Any, torch.Tensor]]:

@@ -143,16 +143,30 @@ def test_a_stored_tensor_of_a_level_that_has_ended(policy: Any) -> None:
     both(program)
 
 
-def test_a_counter_that_an_ended_level_has_left_is_an_input_of_all_runs_alike() -> None:
+def test_a_tensor_that_an_ended_level_has_left_is_an_input_of_all_runs_alike() -> None:
+    left: list[Tensor] = []
+    jvp(lambda x: (left.append(torch.ones(4) * 0.5), x)[1], (V,), (V,))
+
     def program(wrap: Wrap) -> Any:
-        state = {"m": torch.zeros(4, dtype=V.dtype)}
+        step = wrap(lambda x: jvp(wrap(lambda x: x * left[0].cos()), (x,), (x.cos(),))[1] + x)
+        return through_autograd(wrap(lambda x: step(x.sin())), V)
 
-        def steps(x: Tensor) -> Tensor:
-            old, state["m"] = state["m"], state["m"] * 0.5 + 1
-            return x * old.cos()
+    both(program)
 
-        step = wrap(lambda x: jvp(wrap(steps), (x,), (x.cos(),))[1] + x)
-        return [through_autograd(wrap(lambda x: step(x.sin())), V) for _ in range(2)]
+
+@pytest.mark.parametrize("outside", ALL)
+def test_a_table_that_a_region_caches_is_read_outside_of_it(outside: str) -> None:
+    """As rotary or ALiBi tables are, which modules make in their first call."""
+
+    def program(wrap: Wrap) -> Any:
+        cache: dict[str, Tensor] = {}
+
+        def block(x: Tensor) -> Tensor:
+            if "table" not in cache:
+                cache["table"] = torch.arange(4) * 0.1
+            return (x * cache["table"].to(x.dtype).cos()).tanh()
+
+        return ALL[outside](lambda x: block(wrap(block)(x) * x), V)
 
     both(program)
 
