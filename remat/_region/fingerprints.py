@@ -112,8 +112,7 @@ def describe(saved: tuple, other: tuple) -> str:
     if maker is type(None):
         name = None if maker_of(other) is maker else "no recorded operation (such as an input)"
     metadata = str(Metadata((dtype, shape, device, name, values[0] if values else None)))
-    same = stride == other[5] or shape != other[1]
-    return metadata if same else f"{metadata} with strides {stride}"
+    return metadata if stride == other[5] or shape != other[1] else f"{metadata} with strides {stride}"
 
 
 def checksum(tensor: torch.Tensor) -> int:

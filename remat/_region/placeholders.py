@@ -104,6 +104,7 @@ class Placeholders:
 class Placeholder(torch.Tensor):
     """A placeholder. The dispatcher sees operations on it, but not reads of its memory by these methods."""
 
+    __module__ = "torch"  # by which opt_einsum chooses its functions for a tensor
     placeholders: weakref.ref[Placeholders]
     _READERS = frozenset([
         "numpy", "tolist", "data_ptr", "__array__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__",

@@ -236,6 +236,13 @@ def test_an_offloaded_value_may_be_changed_later(far: Copies) -> None:
     assert len(far.out) == 1 and far.taken() == [0]
 
 
+def test_a_library_that_chooses_functions_by_the_class_of_a_tensor_gets_what_a_recompute_skips() -> None:
+    contract = pytest.importorskip("opt_einsum").contract
+    region = remat(lambda x: contract("ij,jk->ik", contract("ij,jk->ik", x, W), W).sin().exp(), policy=MATMULS)
+    assert_same_results(gradients, region, region.__wrapped__)
+    assert recomputed(region)["aten.mm"] == recomputed(region.__wrapped__)["aten.mm"]
+
+
 @pytest.mark.parametrize("read", [False, True])
 def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool) -> None:
     """It writes running statistics, which nothing else in the region reads."""
