@@ -205,6 +205,12 @@ def test_a_saved_value_that_is_changed_later_is_recomputed(shape: tuple, way: st
     assert_same(run(functools.partial(remat, policy=POLICIES[policy])), run(lambda fn: fn), exact=False)
 
 
+def test_hooks_that_copy_have_the_value_before_the_region_changes_it() -> None:
+    run = functools.partial(WAYS["hooks that copy"], x=rand(4, 4, grad=False))
+    fn = lambda x: x.exp().neg_().sum()
+    assert_same(run(remat(fn, policy=EVERYTHING)), run(fn))
+
+
 def product_and_sine(x: Tensor) -> tuple[Tensor, Tensor]:
     h = x @ W
     return h, h.sin()
