@@ -2,6 +2,7 @@
 
 import collections
 import ctypes
+import functools
 import pickle
 import queue
 import threading
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
 
-from benchmarks.measure import PeakMemory
+from benchmarks.measure import PeakMemory, count_ops
 from remat import RematWarning, checkpoint_name, policies, remat
 
 N = 4
@@ -118,6 +119,12 @@ def test_an_error_after_a_read_does_not_hide_the_read() -> None:
     assert_same(derivatives(region), derivatives(fn))
     assert_same(grad(lambda x: region(x).sum())(x), grad(lambda x: fn(x).sum())(x))
     assert len({*numbers}) == 1  # no code runs with a number that was not computed
+
+
+def test_a_value_in_the_place_of_a_freed_placeholder_can_be_read() -> None:
+    x, part = rand(N, N), lambda x, _: checkpoint_name((x + 1).tanh(), "h").cos().exp()
+    region = remat(lambda x: functools.reduce(part, range(50), x), policy=NAMES)
+    assert count_ops(torch.autograd.grad, region(x).sum(), x)["aten.add"] == 0  # the recompute starts once
 
 
 def test_large_placeholders_share_memory() -> None:
