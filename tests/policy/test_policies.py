@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from remat import PolicyError, policies
 from remat import checkpoint_policies as in_jax
 from remat._policy.policy import Policy, Verdict, as_policy, within
-from remat._policy.predicates import Question
+from remat._policy.predicates import Answers, Question
 
 
 def name_of(value: Any) -> str:
@@ -237,6 +237,11 @@ def test_another_conflict_raises_when_it_occurs() -> None:
         matmuls | offload(policies.save_ops("aten.mm"))
     remedied = (matmuls & ~by_name) | by_name
     assert judge(remedied, MM, "q") is OFFLOAD and judge(remedied, MM) is SAVE
+
+
+def test_a_verdict_is_repeated_about_the_same_operator_only() -> None:
+    again = Answers([(MM, 1), (RELU, 2), (CONV, 3)])
+    assert [again.verdict(op, lambda: 4) for op in (MM, BMM, CONV)] == [1, 4, 3]
 
 
 def test_the_policy_of_an_enclosing_region_decides_first() -> None:
