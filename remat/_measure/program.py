@@ -147,7 +147,6 @@ class Program:
         managed = [p for module in self.named_modules.values() for p in module.parameters(recurse=False)]  # by FSDP
         self.every = not any(tensor.requires_grad for tensor in (*self.inputs(), *managed))
         self.has_gradients = False  # whether a run without a transform has computed some
-        self.calls_backward = False  # see `call_and_note`
 
     def inputs(self) -> list[torch.Tensor]:
         """All arguments and captured tensors."""
