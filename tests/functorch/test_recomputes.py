@@ -1,5 +1,6 @@
 """What is recomputed, what is saved and when it is freed: operations, peaks and leaks under each transform."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -126,6 +127,12 @@ def test_only_operands_are_saved() -> None:
     many = lambda wrap: vjp(repeated(wrap(lambda x: x.sin().exp().sin().exp().sin()), 3), X)
     assert held_bytes(many, remat) <= 4 * X.nbytes < 9 * X.nbytes <= held_bytes(many, plain)
     assert leaked_bytes(many, remat) == 0
+
+
+def test_calls_of_a_mapped_pullback_leave_no_objects() -> None:
+    pull = vmap(vjp(remat(torch.sin), X)[1])
+    counts = [(pull(torch.stack([X, X])), gc.collect(), len(gc.get_objects()))[2] for _ in range(4)]
+    assert counts[2] == counts[3]
 
 
 WEIGHTS = [(rand(6, 6, seed=i, grad=False) / 3, rand(6, seed=i, grad=False)) for i in range(5)]
