@@ -206,8 +206,7 @@ def test_a_saved_value_that_is_changed_later_is_recomputed(shape: tuple, way: st
 
 
 def test_hooks_that_copy_have_the_value_before_the_region_changes_it() -> None:
-    run = functools.partial(WAYS["hooks that copy"], x=rand(4, 4, grad=False))
-    fn = lambda x: x.exp().neg_().sum()
+    run, fn = functools.partial(WAYS["hooks that copy"], x=rand(4, 4, grad=False)), lambda x: x.exp().neg_().sum()
     assert_same(run(remat(fn, policy=EVERYTHING)), run(fn))
 
 
