@@ -21,7 +21,7 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "check": check,
     "check, where": partial(check, where=nn.BatchNorm1d),
     "report": report,
-    "report, where": partial(report, where=nn.BatchNorm1d),
+    "report, where": partial(report, where=nn.BatchNorm1d, time=True),
     "saved_residuals": saved_residuals,
     "saved_residuals of a region": lambda net, *args: saved_residuals(remat.remat(net), *args),
     "saved_residuals of a method": lambda net, *args: saved_residuals(net.forward, *args),
