@@ -68,13 +68,11 @@ class Overwritten(PeakMemory):
 
 
 def _restore(tensor: torch.Tensor, alias: torch.Tensor, requires_grad: bool, grad: Any) -> None:
-    if private.is_wrapped(tensor):  # under a transform
-        return
-    tensor.data = alias
-    if tensor.is_leaf:
-        tensor.requires_grad_(requires_grad)
-    if grad is not False:
-        tensor.grad = grad
+    with private.without_levels():  # a transform refuses `requires_grad_`
+        tensor.data = alias
+        if tensor.is_leaf:
+            tensor.requires_grad_(requires_grad)
+            tensor.grad = grad
 
 
 NOT_DIFFERENTIATED = (
@@ -224,8 +222,10 @@ class Program:
         with ExitStack() as stack:  # if one can't be restored, the others still are
             stack.enter_context(ambient.restored())
             stack.callback(drop_gradient_hooks, tensors, RemovableHandle.next_id)
-            for tensor in tensors:
-                stack.callback(_restore, tensor, tensor.detach(), tensor.requires_grad, tensor.is_leaf and tensor.grad)
+            for tensor in (t for t in tensors if not private.is_wrapped(t)):
+                with private.without_levels():  # an alias that a transform makes is its wrapper
+                    alias = tensor.detach()
+                stack.callback(_restore, tensor, alias, tensor.requires_grad, tensor.grad if tensor.is_leaf else None)
             stack.callback(bound(self._found.variables, {id(value): value for _, value in self._found.tensors}).put)
             overwritten = before or Overwritten()
             if before is not None:

@@ -527,3 +527,7 @@ def test_no_steps(xs: Any) -> None:
     loss = lambda h, w: sum(each.sum() for each in scan(lambda h, x: (h * w, (h * w).sum()), h, length=0))
     for fn in (loss, remat.remat(loss)):
         assert torch.equal(vmap(grad(fn), (0, None))(torch.ones(2, 3), torch.ones(3)), torch.ones(2, 3))
+    weight = torch.nn.Parameter(torch.ones(3))  # captured, of no transform
+    step = lambda h, x: (h * weight, None)
+    assert torch.equal(jvp(grad(lambda h: scan(step, h, length=0)[0].sin().sum()), (ONES,), (ONES,))[1], -ONES.sin())
+    assert weight.requires_grad and weight.is_leaf and torch.equal(weight, ONES)
