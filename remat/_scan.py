@@ -243,7 +243,7 @@ class Loop(NamedTuple):
     def in_regions(self, count: int, spare: int, start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
         """Run steps, in a region for each segment. Return the carry after them, and the leaves of each ``y``."""
         known, ys = known_of(self.step), list[Any]()
-        parts = segments(self._blocks(count) + 1, spare)
+        parts = segments(-(-count // self.width) + 1, spare)
         sizes = [size * self.width for size, _ in parts]
         sizes[-1:] = [count - sum(sizes[:-1])]  # the last block may be shorter
         for size, (_, left), part in zip(sizes, parts, self._split(xs, sizes)):
@@ -254,7 +254,7 @@ class Loop(NamedTuple):
 
     def _segment(self, count: int, spare: int, start: int, carry: Any, xs: Tensors) -> tuple[Any, list]:
         """Run one segment: its last block itself, the blocks before it in inner regions."""
-        before = (self._blocks(count) - 1) * self.width
+        before = (count - 1) // self.width * self.width
         ys = list[Any]()
         if before:
             first, xs = self._split(xs, [before, count - before])
@@ -265,9 +265,6 @@ class Loop(NamedTuple):
             # Copies, as the memory of `y` may be a part of a larger tensor, or be changed by a later step.
             ys.append([None if leaf is None else leaf.clone() for leaf in y])
         return carry, ys
-
-    def _blocks(self, count: int) -> int:
-        return -(-count // self.width)
 
     def _split(self, xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:
         """Split into the entries for each segment, by a single operation, whose gradient is a single operation too."""

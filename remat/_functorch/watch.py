@@ -148,7 +148,7 @@ class Watch(TorchFunctionMode):
         self.check_captured()
         if {*self.region.kinds} == {private.VMAP}:
             return  # a tensor stored under vmap has no use without remat either
-        returned = set(map(id, outs))
+        returned, ended = set(map(id, outs)), dict[int, torch.Tensor]()
         for path, tensor in self.stored:
             lost = id(tensor) not in returned and (id(tensor) in self.moving or requires_grad_somewhere(tensor))
             if lost and isinstance(path, str):
@@ -156,8 +156,9 @@ class Watch(TorchFunctionMode):
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
             if lost and (path.up is None or path.up.step != "_flat_weights"):
                 raise CaptureError(_STORED.format(tuple(tensor.shape), path))
-        # The levels of the run have ended. Later operations would unwrap only one of several wrappers.
-        if ended := {id(t): private.unwrap_if_dead(t) for _, t in self.stored if private.is_dead(t)}:
+            if not lost and private.is_dead(tensor):
+                ended[id(tensor)] = private.unwrap_if_dead(tensor)
+        if ended:  # of several wrappers in each other, later operations would unwrap only one
             bound(Captured(self.region.fn, *self.region.inputs.arguments.searched()).variables, ended).put()
 
     @cached_property

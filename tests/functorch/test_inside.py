@@ -160,12 +160,7 @@ def test_a_table_that_a_region_caches_is_read_outside_of_it(outside: str) -> Non
 
     def program(wrap: Wrap) -> Any:
         cache: dict[str, Tensor] = {}
-
-        def block(x: Tensor) -> Tensor:
-            if "table" not in cache:
-                cache["table"] = torch.arange(4) * 0.1
-            return (x * cache["table"].to(x.dtype).cos()).tanh()
-
+        block = lambda x: (x * cache.setdefault("table", torch.arange(4) * 0.1).to(x.dtype).cos()).tanh()
         return ALL[outside](lambda x: block(wrap(block)(x) * x), V)
 
     both(program)

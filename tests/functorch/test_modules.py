@@ -147,13 +147,14 @@ def test_the_models_own_parameters_give_the_result_no_history(transform: Callabl
     both(program)
 
 
-def test_a_recurrent_network_twice_in_a_region_that_differentiates() -> None:
+@pytest.mark.parametrize("differentiates", [False, True])
+def test_a_recurrent_network_twice_in_a_region(differentiates: bool) -> None:
     """Its list of weights keeps leaves of the first call's graph, which the region around it hasn't made."""
 
     class Twice(nn.GRU):
         def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
             step = self.wrap(lambda x: nn.GRU.forward(self, x[None])[0][0])
-            return step(step(x - grad(lambda x: x.sin().sum())(x)))
+            return step(step(x - grad(lambda x: x.sin().sum())(x) if differentiates else x))
 
     net = Twice(4, 4).double()
     params = dict(net.named_parameters())
