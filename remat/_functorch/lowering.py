@@ -66,7 +66,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
 
 def _is_followed(tensor: torch.Tensor) -> bool:
     """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
-    return tensor.requires_grad or private.is_wrapped(tensor)
+    return (content := private.unwrap_if_dead(tensor)).requires_grad or private.is_wrapped(content)
 
 
 _CACHED = (

@@ -293,12 +293,12 @@ def hand_operands(hooks: Hooks | None, operands: Guards, uses: Iterable[tuple[in
 def hand_captured(hooks: Hooks | None, captured_inputs: Guards) -> None:
     """Pass captured tensors to the hooks around a region, except those that stay alive."""
     if hooks is not None and len(captured_inputs):
-        found, outer, is_counted = list(enumerate(captured_inputs.tensors)), of_region(hooks), in_torch_checkpoint()
-        # An outer region refers to a parameter, or what an ended level left, without packing it: it has not made it.
-        stay = {i for i, t in found if t.is_leaf and (outer is None or t.requires_grad or private.is_dead(t))}
+        tensors, is_counted = captured_inputs.tensors, in_torch_checkpoint()
+        # An outer region refers to a parameter without packing it, as it has not made it.
+        stay = {i for i, t in enumerate(tensors) if t.is_leaf and (t.requires_grad or of_region(hooks) is None)}
         # The recompute of torch's checkpoint may find other tensors, as no region around it binds variables then.
         takes_all = is_counted or getattr(hooks[0], "takes_all", False)
-        each = [i for i, _ in found if takes_all or i not in stay]
+        each = [i for i in range(len(tensors)) if takes_all or i not in stay]
         captured_inputs.hand_over(hooks, each, counted=stay if is_counted else ())
 
 
