@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from .._captured.captured import Captured
 from .._captured.variables import bound
 from .._core import private
 from .._core.devices import wait_for_backward_threads
@@ -144,7 +143,7 @@ class Watch(TorchFunctionMode):
         return node is not None and private.sequence_number(node) >= self.start
 
     def check_end(self, outs: Sequence[torch.Tensor]) -> None:
-        """Raise a CaptureError if the run, which has ended, read another tensor than operands, or stored one."""
+        """Raise a CaptureError if the run, which has ended, read or stored a tensor of a transform; unwrap others."""
         self.check_captured()
         if {*self.region.kinds} == {private.VMAP}:
             return  # a tensor stored under vmap has no use without remat either
@@ -158,15 +157,15 @@ class Watch(TorchFunctionMode):
                 raise CaptureError(_STORED.format(tuple(tensor.shape), path))
             if not lost and private.is_dead(tensor):
                 ended[id(tensor)] = private.unwrap_if_dead(tensor)
-        if ended:  # of several wrappers in each other, later operations would unwrap only one
-            bound(Captured(self.region.fn, *self.region.inputs.arguments.searched()).variables, ended).put()
+        if ended:  # torch unwraps only the outer one of several wrappers
+            bound(self.region.inputs.search().variables, ended).put()
 
     @cached_property
     def stored(self) -> list[tuple[Any, torch.Tensor]]:
         """The tensors made inside that the run, which has ended, has left somewhere: paths, or a result's class."""
         region, inputs = self.region, self.region.inputs
         results = [(type(value).__name__, t) for _, value in region.outputs.entries for t in _held(value)]
-        found = results + Captured(region.fn, *inputs.arguments.searched()).tensors
+        found = results + inputs.search().tensors
         operands = set(map(id, inputs.operands))
         return [(path, value) for path, value in found if self._is_inside(value) and id(value) not in operands]
 

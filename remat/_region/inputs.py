@@ -45,7 +45,7 @@ class Inputs:
     def find(self, follow: Callable[[torch.Tensor], bool] | None) -> list[torch.Generator]:
         """Find what the function captures now. Tensors that ``follow`` takes become operands. Return all generators."""
         if self._found is None:
-            self._found = Captured(self.fn, *self.arguments.searched())
+            self._found = self.search()
             self._variables = self._found.variables
         captured: dict[int, tuple[Path, torch.Tensor]] = {}
         bindings: dict[int, tuple[Path, int]] = {}
@@ -72,6 +72,10 @@ class Inputs:
             self.captured.note_gradients()
             self._same = {i: self._ids.index(id(t)) for i, t in enumerate(operands) if id(t) in captured}
         return generators
+
+    def search(self) -> Captured:
+        """Search what the function captures now."""
+        return Captured(self.fn, *self.arguments.searched())
 
     def with_captured(self, operands: Tensors) -> list[torch.Tensor]:
         """Return these operands and the captured tensors, for a first run."""
