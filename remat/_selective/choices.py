@@ -82,8 +82,8 @@ class Choices:
             )
         self._matches = matches
 
-    def ran(self, key: tuple, args: tuple, kwargs: dict, result: Any, storages: Storages) -> Verdict | None:
-        """Record the cost of a step and the sizes of the values that it has made. Return SAVE if they are saved."""
+    def ran(self, key: tuple, args: tuple, kwargs: dict, result: Any, storages: Storages) -> Verdict:
+        """Record the cost of a step and the sizes of the values that it has made, and return the verdict on them."""
         facts, number = key[0], len(self.costs)
         self.costs.append(cost_of(self._policy.cost, facts, args, kwargs, result))
         self.flops.append(flops(facts.func, args, kwargs, result))
@@ -93,7 +93,7 @@ class Choices:
                 self.sizes[value] = tensor.untyped_storage().nbytes()
         now = key, full_name(facts.func)
         self._keep([each for each in self._matches if number < len(each[0]) and each[0][number] in now])
-        return Verdict.SAVE if any(number in steps for _, steps in self._matches) else None
+        return Verdict.SAVE if any(number in steps for _, steps in self._matches) else Verdict.RECOMPUTE
 
     def close(self, program: Program, roots: Mapping[int, int], results: Set[Any]) -> None:
         """Choose what later runs of a new program save, when it has run."""

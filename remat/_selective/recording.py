@@ -44,21 +44,17 @@ class Judge:
         logs = state.logs if policy.asks else ()
         self._answers = [each for each in logs if isinstance(each, Answers)]  # those in the regions around it
 
-    def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict | None:
-        """Return the verdict on an operation whose results these steps have made, or None if they are recomputed."""
+    def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict:
+        """Return the verdict on an operation whose results these steps have made."""
         if facts in self.around:
-            return None
+            return Verdict.RECOMPUTE
         asked = question(facts.func, args, kwargs, result) if self.policy.asks else _about(facts)
         if self.judges_names:
             self._questions.update(dict.fromkeys(made, asked))
-        verdict = self.policy.verdict_for(facts.func) or self._judge(asked)
-        return None if verdict is Verdict.RECOMPUTE else verdict
+        return self.policy.verdict_for(facts.func) or self._judge(asked)
 
-    def on_name(self, value: int, number: int, step: Step, name: str) -> Verdict | None:
-        """Return the verdict on a value that got a name, or None if its names don't change the verdict."""
-        self.names[value].add(name)
-        if not (self.judges_names and step.is_judged):
-            return None
+    def on_names(self, value: int, number: int, step: Step) -> Verdict:
+        """Return the verdict on a value with the names that it has now."""
         return self._judge(self._questions.get(number, _about(step.facts)), self.names[value])
 
     def _judge(self, asked: Question, names: Iterable[str] = ()) -> Verdict:
@@ -135,23 +131,26 @@ class Recording:
         if self.choices is not None:
             verdict = self.choices.ran(step.key, args, kwargs, result, self.storages)
         elif last is not None and step == expected:
-            verdict = last.verdicts.get(number)
+            verdict = last.verdicts.get(number, Verdict.RECOMPUTE)
         else:
             last = self._last = None
-            verdict = self.judge.on_operation([number], facts, args, kwargs, result) if step.is_judged else None
+            verdict = Verdict.RECOMPUTE
+            if step.is_judged:
+                verdict = self.judge.on_operation([number], facts, args, kwargs, result)
         log.append(step)
         if step.overwritten:
             for value in step.overwritten:
                 saved_values.forget(value, facts.updates_statistics)  # autograd has saved them before
             self.saves.on_overwrite(number, dict(zip(step.overwritten, step.outs[-len(step.overwritten) :])))
-        if verdict is not None or self.choices is not None:
+        recomputed = verdict is Verdict.RECOMPUTE
+        if not recomputed or self.choices is not None:
             log.lines[number] = user_line() if last is None else last.lines[number]
-        if verdict is not None:
+        if not recomputed:
             self._allow(number, verdict)
             if not self.has_slots and len(step.outs) > 1:
                 for tensor in tensors(result):  # autograd may have saved any of them
                     saved_values.hold(self.storages.get(tensor), tensor)
-        if verdict is None or not step.tracked:  # it is recomputed, or it is saved only if something reads it
+        if recomputed or not step.tracked:  # the latter is saved only if something reads it
             for value, tensor in zip(step.reads, read):
                 saved_values.hold(value, tensor)
         if len(saved_values.candidates) >= self._enough:
@@ -193,7 +192,7 @@ class Recording:
         if not made or self.choices is not None:
             return
         verdict = self.judge.on_operation(made, facts, args, kwargs, result)
-        if verdict is None:
+        if verdict is Verdict.RECOMPUTE:
             return
         for number in made:
             log.lines.setdefault(number, user_line())
@@ -239,9 +238,9 @@ class Recording:
         log, saved_values, number = self.log, self.saved_values, self.log.made[value]
         step = log.steps[number]
         log.lines.setdefault(number, line)
-        verdict = self.judge.on_name(value, number, step, name)
-        if verdict is not None:
-            saved_values.decide(value, verdict)
+        self.judge.names[value].add(name)
+        if self.judge.judges_names and step.is_judged:
+            saved_values.decide(value, self.judge.on_names(value, number, step))
         if value in saved_values.allowed and self._is_read(value):
             saved_values.hold(value, part)
         # Otherwise the operation would have to be recomputed for its other results.
