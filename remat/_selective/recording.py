@@ -142,15 +142,14 @@ class Recording:
             for value in step.overwritten:
                 saved_values.forget(value, facts.updates_statistics)  # autograd has saved them before
             self.saves.on_overwrite(number, dict(zip(step.overwritten, step.outs[-len(step.overwritten) :])))
-        recomputed = verdict is Verdict.RECOMPUTE
-        if not recomputed or self.choices is not None:
+        if verdict is not Verdict.RECOMPUTE or self.choices is not None:
             log.lines[number] = user_line() if last is None else last.lines[number]
-        if not recomputed:
+        if verdict is not Verdict.RECOMPUTE:
             self._allow(number, verdict)
             if not self.has_slots and len(step.outs) > 1:
                 for tensor in tensors(result):  # autograd may have saved any of them
                     saved_values.hold(self.storages.get(tensor), tensor)
-        if recomputed or not step.tracked:  # the latter is saved only if something reads it
+        if self._may_run_again(step):
             for value, tensor in zip(step.reads, read):
                 saved_values.hold(value, tensor)
         if len(saved_values.candidates) >= self._enough:
@@ -250,10 +249,14 @@ class Recording:
                 saved_values.hold(sibling, self._siblings[sibling])
 
     def _is_read(self, value: int) -> bool:
-        """Whether autograd has saved a value, or an operation that may be recomputed has read it."""
-        allowed, made = self.saved_values.allowed.keys(), self.log.made[value]
+        """Whether autograd has saved a value, or a step that a recompute may execute has read it."""
+        made = self.log.made[value]
         reading = (step for step in self.log.steps[made + 1 :] if value in step.reads)
-        return any(not step.tracked or not allowed >= {*step.outs} for step in reading) or self.saves.has(value, made)
+        return any(map(self._may_run_again, reading)) or self.saves.has(value, made)
+
+    def _may_run_again(self, step: Step) -> bool:
+        """Whether a recompute may execute a step: not all results are saved, or only if something reads them."""
+        return not step.tracked or not self.saved_values.allowed.keys() >= {*step.outs}
 
     def _drop_unneeded(self) -> None:
         """Drop candidates, in the middle of a run, that no living value and no saved tensor needs.

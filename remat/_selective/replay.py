@@ -103,12 +103,8 @@ class Replay(RegionMode):
     def _check_writes(self, written: list[torch.Tensor]) -> None:
         """Raise an error for a write to the saved tensor itself. Values that the first run overwrites are copies."""
         for tensor in written:
-            value = self.storages.find(tensor)
-            if (
-                value is not None
-                and value not in self.record.program.overwritten
-                and self.record.saved_values.residual(value)
-            ):
+            record, value = self.record, self.storages.find(tensor)
+            if value is not None and value not in record.program.overwritten and record.saved_values.residual(value):
                 raise RecomputeMismatchError(
                     "The region changed a tensor in place in the recompute, but not in its first run. A region's "
                     "function must be deterministic: look for Python state that changed between the runs."
