@@ -61,12 +61,11 @@ class OpLog(DispatchMode):
 
     def __enter__(self) -> OpLog:
         self.entries.clear()  # of an attempt that was abandoned
-        state.logs = *state.logs, self
+        state.logs = *state.logs, self  # until the state of the run ends
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        state.logs = state.logs[:-1]
         if self.first is not None and exception[0] is None:
             self._compare(len(self.entries), None)  # no operation is missing, if the run wasn't stopped early
 

@@ -45,4 +45,4 @@ class RegionMode(DispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        state.policies, state.logs = state.policies[:-1], state.logs[:-1]
+        state.policies = state.policies[:-1]  # the state of the run, which ends next, restores the logs
