@@ -15,12 +15,11 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from benchmarks.measure import PeakMemory, gc_disabled
-from remat import RematError, policies
+from remat import RematError
 from remat import remat as transform
 from remat._core import private
 from remat._core.passes import Pass, nearest_engine_call
 from remat._core.private import engine_call, gradient_hooks
-from remat.compat import GraphExecGroup, checkpoint
 
 
 def two(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,24 +88,6 @@ def test_passes_that_overlap_are_an_error(module: Any, retain: bool) -> None:
         with pytest.raises(CheckpointError, match=r"[Oo]verlap"):
             grad(out, x, retain_graph=retain)
     assert_same(grad(out, x), grad(deep(x), x))
-
-
-def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    h = x @ w
-    return h.sin().exp(), h.cos().exp()
-
-
-def test_values_that_a_policy_saves_can_be_read_by_both() -> None:
-    """Both passes need the product. Other values can't be read by both."""
-    x, w = rand(4, 4), rand(4, 4, seed=1)
-    runs = Runs(shares_a_product)
-    first, second = checkpoint(runs, x, w, policy=policies.save_matmuls)
-    with GraphExecGroup():
-        found = grad(first, x, retain_graph=True), grad(second, x, retain_graph=True)
-        assert runs.count == 2
-        with pytest.raises(CheckpointError, match="need the same value"):
-            grad(first, x)
-    assert_same(found, gradients(lambda x: shares_a_product(x, w), x))
 
 
 def test_the_call_of_the_engine_that_runs_a_hook() -> None:

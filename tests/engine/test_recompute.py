@@ -13,6 +13,7 @@ from side_by_side import Runs
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import GraphExecGroup
 
 from benchmarks.measure import OpCounter, PeakMemory, count_ops, gc_disabled, held_bytes, peak_bytes
 from remat import RecomputeMismatchError, RematError, is_recomputing, policies, remat
@@ -154,6 +155,23 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     assert [count_ops(lambda out=out: grad(out, (x, w)))["aten.mm"] for out in saving(two)(x, w)] == [2, 6]
     chain = saving(lambda x, w, c: repeated(lambda x: (x @ w).tanh(), 8)(x * c))
     assert peak_bytes(lambda: grad(chain(x, w, torch.ones_like(x).detach()), (x, w))) < 14 * KB  # not all products
+
+
+def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    h = x @ w
+    return h.sin().exp(), h.cos().exp()
+
+
+def test_two_passes_in_a_group_can_read_what_a_policy_saves() -> None:
+    """Both need the product. Other values can't be read by both."""
+    runs = Runs(shares_a_product)
+    first, second = saving(runs)(X, W)
+    with GraphExecGroup():
+        found = grad(first, X, retain_graph=True), grad(second, X, retain_graph=True)
+        assert runs.count == 2
+        with pytest.raises(RematError, match="need the same value"):
+            grad(first, X)
+    assert_same(found, tuple(grad(out, X, retain_graph=True) for out in shares_a_product(X, W)))
 
 
 def test_a_batched_pass_recomputes_once() -> None:
@@ -415,8 +433,7 @@ def test_a_backward_pass_inside_a_region_may_not_go_on_behind_an_input(name: str
 
     def program(wrap: Wrap) -> tuple[Tensor, ...]:
         w = rand(4)
-        out = wrap(lambda h, w: (h * sum(take(h, w))).sin())(w.exp(), w)
-        return torch.autograd.grad(out.sum(), w)
+        return torch.autograd.grad(wrap(lambda h, w: (h * sum(take(h, w))).sin())(w.exp(), w).sum(), w)
 
     if refused:
         with pytest.raises(RematError, match=r"goes on behind argument h, .* Compute it inside of the region"):

@@ -1,6 +1,7 @@
 """What `check`, `report` and `saved_residuals` find in a user's program, and that they restore all that it changes."""
 
 import functools
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ from torch.func import functional_call, grad, jvp, vmap
 
 import remat
 from benchmarks.measure import leaked_bytes
-from remat import check, report, saved_residuals
+from remat import check, policies, report, saved_residuals
 from remat._measure.program import default_loss
 
 MEASURES: dict[str, Callable[..., Any]] = {
@@ -200,6 +201,27 @@ def test_wrong_calls_have_errors_with_a_remedy(measure: Callable) -> None:
         )
 
 
+LAYER, META = nn.Linear(3, 3), (nn.Linear(3, 3, device="meta"), torch.ones(3, device="meta"))
+X, SAVE = torch.ones(3), policies.save_matmuls
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: report(torch.sin, X, policy=SAVE), "takes a list of policies: `policies=[...]`"),
+    (lambda: check(torch.sin, X, policies=[SAVE]), "takes one policy: `policy=...`"),
+    (lambda: report(nn.GELU(), X, polices=[]), "'polices' is neither an option nor an argument of GELU"),
+    (lambda: check(LAYER, X, transform=grad, loss=torch.sum), "A transform takes no loss"),
+    (lambda: check(*META), "A check compares values, and a tensor here has no data"),
+    (lambda: report(*META, time=True), "time=True measures steps, and a tensor here has no data"),
+    (lambda: torch.inference_mode()(report)(LAYER, X), "report differentiates, which torch.inference_mode"),
+    (lambda: remat.override(policy=None)(report)(LAYER, X), "or `remat.disable_remat` replaces here"),
+]
+
+
+@pytest.mark.parametrize("call, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_what_can_not_be_measured_is_refused(call: Callable, message: str) -> None:
+    with pytest.raises((TypeError, RuntimeError), match=re.escape(message)) as raised:
+        call()
+    assert len(str(raised.value)) < 350
+
+
 def test_tensors_without_memory_of_their_own_are_measured_too() -> None:
     fn = lambda s, x: torch.sparse.mm(s, x.sin()).exp()
     args = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_(), rand(3, 3)
@@ -213,6 +235,5 @@ def test_a_report_of_reverse_over_forward_mode() -> None:
     layer = remat.remat(lambda x: (x @ w).sin().exp())
     loss = lambda x, y: torch.nn.functional.mse_loss(layer(x), y)
     product = lambda loss: lambda x, y: grad(lambda x: jvp(lambda x: loss(x, y), (x,), (y,))[1])(x)
-    found = remat.report(loss, x, y, transform=product, policies=[])
-    plain, written = found.rows
+    plain, written = remat.report(loss, x, y, transform=product, policies=[]).rows
     assert written.saved_bytes < plain.saved_bytes

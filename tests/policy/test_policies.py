@@ -177,6 +177,10 @@ def test_a_predicate_gets_the_call_and_returns_a_bool_or_a_checkpoint_policy(ans
 def test_any_other_answer_of_a_predicate_is_an_error(answer: Any) -> None:
     with pytest.raises(PolicyError, match=r"must return True, .*<lambda> returned .* for aten\.mm\.default"):
         judge(policies.save_if(lambda ctx, op, *args, **kwargs: answer), MM)
+    with pytest.raises(PolicyError, match=r"The predicate .*<lambda> failed for aten\.mm\.default: .* is called as"):
+        judge(policies.save_if(lambda ctx, op, *args, **kwargs: answer.nothing), MM)
+    with pytest.raises(TypeError, match=r"neither true nor false. Combine: `p \| q`"):
+        _ = matmuls or answer
 
 
 BY_ANSWER = {RECOMPUTE: NOTHING, SAVE: policies.save_ops(MM), OFFLOAD: offload(policies.save_ops(MM))}
@@ -315,6 +319,12 @@ def test_rejected_as_a_policy(given: Any, says: str) -> None:
         (lambda: policies.save_anything_except_these_names(3), "got 3"),
         (lambda: only("q", ""), "nonempty strings.*got ''"),
         (lambda: policies.save_if(None), "got None"),
+        (lambda: policies.budget(-1), "must not be negative, got -1"),
+        (lambda: policies.budget(None), "must be a number of bytes"),
+        (lambda: policies.budget(1, cost="money"), "The cost of a budget must be one of 'roofline', 'flops', 'time'"),
+        (lambda: matmuls & policies.budget(1), "can't be combined with another policy"),
+        (lambda: offload(policies.budget(1)), "can't be combined with another policy"),
+        (lambda: ~policies.budget(1), "can't be combined with another policy"),
         (lambda: offload(matmuls, to="cuda"), "only to 'cpu'.*got 'cuda'"),
         (lambda: in_jax.offload_dot_with_no_batch_dims("cpu", "device"), "only from 'device'; got 'cpu'"),
         (lambda: save_and_offload(names_which_can_be_saved="q"), r"as a list: \['q'\]"),

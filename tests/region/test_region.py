@@ -2,10 +2,13 @@
 
 import logging
 import random
+import re
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -20,7 +23,9 @@ from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes
-from remat import MutationError, RecomputeMismatchError, disable_remat, is_recomputing, policies, remat
+from remat import MutationError, RecomputeMismatchError, RematError, disable_remat, is_recomputing, policies, remat
+from remat.compat import checkpoint
+from remat.nn import apply
 
 STRUCTURE = "The region returned a different structure in the recompute: output was "
 SAME = " A region's function must return the same structure in each run: look for a branch on Python state that changed"
@@ -204,10 +209,7 @@ TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("policy", [None, policies.save_ops("aten.sin")], ids=str)
-@pytest.mark.parametrize(
-    "transform, outer",
-    [*((name, False) for name in TRANSFORMS), *((name, True) for name in list(TRANSFORMS)[:4])],
-)
+@pytest.mark.parametrize("transform, outer", [*product(TRANSFORMS, [False]), *product([*TRANSFORMS][:4], [True])])
 @pytest.mark.filterwarnings("ignore:The policy", "ignore:debug=True compares")
 def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(transform: str, outer: bool, policy: Any):
     """These refuse saved-tensor hooks, so the first attempt is abandoned: it drew, counted and stored."""
@@ -296,6 +298,28 @@ def test_expanded_weights_are_refused() -> None:
     assert "`vmap(grad(loss))`" in raised.value.__notes__[0]
 
 
+def test_a_hook_on_what_requires_grad_in_the_recompute_only_is_refused() -> None:
+    """Plain autograd follows `scale`, and no transform does, so that it requires no grad at their levels."""
+
+    def program(wrap: Wrap) -> Tensor:
+        def scaled(x: Tensor, scale: Tensor) -> Tensor:
+            if scale.requires_grad:
+                scale.register_hook(lambda g: 1.5 * g)
+            return x * scale
+
+        region, w, v = wrap(scaled), rand(3), rand(3, seed=1, grad=False)
+
+        def loss(x: Tensor) -> Tensor:
+            scale = w * 1
+            return torch.func.grad(lambda x: region(x, scale).sin().sum())(x)
+
+        return torch.autograd.grad(torch.func.vjp(loss, v)[1](v)[0].sum(), w)[0]
+
+    program(plain)
+    with pytest.raises(RematError, match="registers a hook in its recompute"):
+        program(remat)
+
+
 def test_a_sparse_argument_under_hooks() -> None:
     fn, x, sparse = lambda x, s: (x * s.to_dense()).sin().exp(), rand(3), torch.eye(3).to_sparse()
     with saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -342,6 +366,47 @@ def test_under_disable_remat_regions_are_plain_calls() -> None:
         raise KeyError
     by_autograd(remat(lambda x: disable_remat()(region)(x) * region(x)), x)()
     assert runs.count == 3 + 2 + 5
+
+
+def generator(x: Tensor) -> Iterator[Tensor]:
+    yield x.sin()
+
+
+async def coroutine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+async def async_generator(x: Tensor) -> AsyncIterator[Tensor]:
+    yield x.sin()
+
+
+class Generating(nn.Module):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        yield x.sin()
+
+
+CALLED = type("Called", (), {"__call__": generator})
+REFUSED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: remat(partial(generator)), "partial is a generator function. Apply remat to a function"),
+    (lambda: remat(Generating()), "Generating is a generator function. Apply remat to a function that it calls."),
+    (lambda: remat(CALLED()), "Called is a generator function. Apply remat to a function that it calls."),
+    (lambda: remat(coroutine), "coroutine is an async function. Apply remat to a function that it calls."),
+    (lambda: remat(async_generator), "async_generator is an async generator function"),
+    (lambda: checkpoint(generator, rand(3), use_reentrant=False), "generator is a generator function"),
+    (lambda: apply(nn.Sequential(Generating()), Generating), "Generating is a generator function"),
+    (lambda: remat(lambda x: generator(x))(rand(3)), "<lambda> returned a generator, whose body would run outside"),
+    (lambda: torch.func.vjp(remat(lambda x: generator(x)), rand(3, grad=False)), "returned a generator"),
+    (lambda: remat(generator), "remat takes functions that have computed their result when they return, but g"),
+    (lambda: torch.vmap(remat(lambda x, kept: (kept.append(x), x)[1]))(rand(3, grad=False), []), "changes a list, a"),
+    (lambda: torch.func.jvp(remat(lambda x: x.t_().sin()), (W.detach(),), (W.detach(),)), "changes the shape or st"),
+]
+
+
+@pytest.mark.parametrize("call, message", REFUSED, ids=[message for _, message in REFUSED])
+def test_functions_that_a_region_can_not_run_are_refused(call: Callable, message: str) -> None:
+    with pytest.raises((TypeError, RematError), match=re.escape(message)) as raised:
+        call()
+    assert len(str(raised.value).partition("\nThe region is")[0]) < 350
 
 
 W, C = rand(4, 4), rand(4, grad=False)
