@@ -98,11 +98,13 @@ def test_the_copy_has_the_layout_without_gaps(name: str, device: str, far: Copie
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
-def test_a_tensor_that_is_more_than_memory_is_not_copied(far: Copies) -> None:
+def test_a_tensor_that_is_more_than_memory_is_not_copied(far: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     subclass = torch.ones(3).as_subclass(type("Special", (Tensor,), {}))
     for tensor in (torch.eye(3).to_sparse(), quantized, subclass):
         assert stays(tensor) and not stays(torch.ones(3))
+    monkeypatch.undo()
+    assert stays(torch.ones(3))  # it is in host memory
 
 
 def test_levels_and_tangents_are_not_copied(far: Copies) -> None:

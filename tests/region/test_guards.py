@@ -201,8 +201,7 @@ def a_count_that_autograd_saves(wrap: Wrap) -> Any:
         return (x.sin() * count[0]).exp() * count[0]
 
     inner = wrap(f)
-    out = wrap(lambda x: inner(x).cos())(x)
-    return torch.autograd.grad(out.sum(), x), count
+    return torch.autograd.grad(wrap(lambda x: inner(x).cos())(x).sum(), x), count
 
 
 def a_count_of_regions_inside(wrap: Wrap) -> Any:
@@ -364,14 +363,13 @@ AFTER: dict[str, tuple[Callable[[Tensor, Tensor], tuple], str]] = {
     "captured by a region in a region": (
         lambda x, s: (remat(lambda x: remat(lambda x: (x * s.tolist()[0]).sin())(x).exp())(x), s), "variable 's' was"
     ),
-    "an inference tensor": (
-        lambda x, s: (remat(lambda x, *c: (x.sin() + c[0]).sin())(x, c := inferred()), c), r"args\[1\] was"
-    ),
+    "inference": (lambda x, s: (remat(lambda x, *c: (x.sin() + c[0]).sin())(x, c := inferred()), c), r"args\[1\] was"),
     "a captured inference tensor": (
         lambda x, s: (lambda c: (remat(lambda x: (x.sin() + c).sin())(x), c))(inferred()), "variable 'c' was"
     ),
     "with a history": (lambda x, s: (lambda h: (remat(lambda h: h.sin().exp())(h), h))(x * 1), "argument h was"),
     "a view that autograd saves": (lambda x, s: (remat(lambda x, s: x * s[:])(x, s), s), "argument s was"),
+    "of a built-in function": (lambda x, s: (remat(torch.mul)(x, s), s), r"argument args\[1\] was"),
     "older, and not found": (
         lambda x, s: (lambda h: (remat(lambda x, fn=(h.mul,): fn[0](x))(x), h))((x * s).exp()),
         r"A captured tensor, float64\[3\], was changed in place after the region's forward and before its backward",
