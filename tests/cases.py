@@ -198,8 +198,7 @@ def default_dtype(dtype: torch.dtype) -> AbstractContextManager[None]:
 
 def rand(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
     """Normally distributed numbers that depend only on the shape and the seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype).requires_grad_(grad)
 
 
 def tensors(*shapes: tuple[int, ...]) -> Callable[[], tuple[Tensor, ...]]:

@@ -106,8 +106,7 @@ NET = ["self.scale", "self.extra[0]", "self.layers[0].weight", "global 'W'"]
 CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     **{name: (lambda build=build: build(torch.ones(2)).fn, [path]) for name, (path, build) in PLACES.items()},
     "partial in a closure": (lambda: held_by(functools.partial(torch.add, torch.ones(2))), ["held.args[0]"]),
-    "function of a partial": (
-        lambda: functools.partial(held_by(torch.ones(2))), ["closure variable 'held' of self.func"]),
+    "partial function": (lambda: functools.partial(held_by(torch.ones(2))), ["closure variable 'held' of self.func"]),
     "generator": (lambda: held_by(torch.Generator()), ["closure variable 'held'"]),
     "slots": (Slots, ["self.w", "self._Slots__hidden"]),
     "caller": (Caller, ["self.w", "global 'W'"]),
@@ -247,10 +246,7 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "a list gets shorter": (lambda: held_by([torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
     "a list gets longer": (lambda: held_by([torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
     "an item is replaced": (lambda: held_by([torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
-    "a tuple is replaced": (
-        lambda: held_by((torch.ones(2), 1)),
-        lambda fn: setattr(cell(fn), "cell_contents", (W, 1, 2)),
-    ),
+    "another tuple": (lambda: held_by((torch.ones(2), 1)), lambda fn: setattr(cell(fn), "cell_contents", (W, 1, 2))),
     "a variable is emptied": (lambda: held_by(torch.ones(2)), lambda fn: delattr(cell(fn), "cell_contents")),
     "a partial gets other arguments": (
         lambda: functools.partial(torch.add, torch.ones(2), alpha=2),

@@ -45,8 +45,7 @@ def in_eager_code(wrap: Callable, body: Callable = block) -> tuple[int, int]:
     """The same in eager code."""
     args, f = inputs(), twice(wrap, body)
     out = f(*args)
-    backward = count_ops(lambda: torch.autograd.grad(out, args))
-    return backward["aten.mm"] - 8, held_bytes(f, *args)
+    return count_ops(lambda: torch.autograd.grad(out, args))["aten.mm"] - 8, held_bytes(f, *args)
 
 
 def has_wide_operand(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:

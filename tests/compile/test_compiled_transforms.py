@@ -152,11 +152,7 @@ CASES: dict[str, tuple[Callable, list, float | None]] = {
     "own backward": (summed(lambda x: Sine.apply(x.exp()).exp()), [X], 2),
     "jacfwd": (lambda wrap: jacfwd(lambda x: chain(wrap, 2)(x, W1, W2).sum(0)), [SHORT], None),
     "hessian": (lambda wrap: hessian(lambda x: loss(wrap, 1)(x, W1, W2)), [SHORT], None),
-    "grad of jvp": (
-        lambda wrap: grad(lambda x: jvp(lambda x: loss(wrap, 2)(x, W1, W2), (x,), (x.sin(),))[1]),
-        [X],
-        None,
-    ),
+    "grad(jvp)": (lambda wrap: grad(lambda x: jvp(lambda x: loss(wrap, 2)(x, W1, W2), (x,), (x.sin(),))[1]), [X], None),
     "changed arguments": (summed(lambda x: x.mul_(2).sin() @ x.T, lambda x: (x.clone(),)), [X], None),
     "gradient inside": (summed(lambda x: grad(lambda y: (y.sin() * x).exp().sum())(x).sin()), [X], None),
 }

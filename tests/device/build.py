@@ -57,5 +57,4 @@ def _library(name: str) -> Path:
     """The path of the compiled library."""
     sources = [path.read_bytes() for path in sorted(HERE.glob("*.[ch]*"))]
     parts = [*sources, " ".join(_flags(name)).encode(), torch.__version__.encode(), sys.version.encode()]
-    key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    return BUILDS / key / f"simulated_{name}.so"
+    return BUILDS / hashlib.sha256(b"\0".join(parts)).hexdigest()[:16] / f"simulated_{name}.so"

@@ -125,9 +125,7 @@ REGIONS: dict[str, Callable[[Wrap], Callable]] = {
     "nested": nested,
     "nested, no early stop": partial(nested, early_stop=False),
     "nested, no check": partial(nested, determinism_check="none"),
-    "random": lambda wrap: wrap(
-        lambda x, w: (torch.nn.functional.dropout(x.sin(), 0.5) * torch.rand_like(w) @ w).exp()
-    ),
+    "random": lambda wrap: wrap(lambda x, w: (torch.dropout(x.sin(), 0.5, True) * torch.rand_like(w) @ w).exp()),
     "captured": captured,
     "level": lambda wrap: lambda x, w: grad(lambda w: wrap(lambda w: torch.no_grad()(x.cos)() * w)(w).sum())(w) * x @ w,
 }

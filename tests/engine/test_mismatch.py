@@ -125,9 +125,7 @@ KINDS: dict[str, tuple[Callable, Callable, list[str], str]] = {
         lambda x: (x * torch.full((), 2.0, dtype=x.dtype, device=x.device)).exp(),
         ["full"], "aten.full.default(2.0, dtype=torch.float32, pin_memory=False) -> float32[]",
     ),
-    "one that saves nothing": (
-        lambda x: x.sin().exp(), lambda x: (x.detach() * 2, x.sin().exp())[1], ["mul"], "aten.mul"
-    ),
+    "one without a save": (lambda x: x.sin().exp(), lambda x: (x.detach() * 2, x.sin().exp())[1], ["mul"], "aten.mul"),
     "several results": (
         lambda x: x.sort().values.exp(), lambda x: x.sort(descending=True).values.exp(), ["sort"], "float32[3], int"
     ),
@@ -147,9 +145,7 @@ OPERATIONS = {  # of first runs
 @pytest.mark.parametrize("transform", ["autograd", "func.grad", "in a region"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.filterwarnings("ignore:The policy")
-def test_debug_names_the_first_operation_that_differs_and_gives_both_logs(
-    kind: str, transform: str, policy: Any
-) -> None:
+def test_debug_shows_the_first_operation_that_differs_and_both_logs(kind: str, transform: str, policy: Any) -> None:
     first, again, log, text = KINDS[kind]
     runs = deque[bool]()  # which isn't restored
     options: dict[str, Any] = {"debug": True, "early_stop": False, "determinism_check": "values"}

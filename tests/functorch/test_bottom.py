@@ -190,8 +190,7 @@ def test_cotangents_that_autograd_follows_below_two_transforms() -> None:
 
             return jacrev(lambda v: fn(a * v.sum(), b, c + v[0])[0])(b[1]).sum(0) + a
 
-        value = jvp(pulled, (a,), (a.sin(),))[1].sin().sum()
-        return torch.autograd.grad(value, (a, b, c))
+        return torch.autograd.grad(jvp(pulled, (a,), (a.sin(),))[1].sin().sum(), (a, b, c))
 
     both(program)
 

@@ -41,16 +41,14 @@ def program(op: Any) -> tuple[Fn, list[Tensor]]:
     """A function around an operator's first sample: of a factor, and of the tensors that can be differentiated."""
     sample = next(iter(op.sample_inputs("cpu", torch.float64, requires_grad=True)))
     leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
-    places = [
-        i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad and t.layout is torch.strided
-    ]
+    where = [i for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad and t.layout is torch.strided]
 
     def fn(factor: Tensor, *tensors: Tensor) -> list[Tensor]:
-        given = dict(zip(places, (t * factor for t in tensors)))
+        given = dict(zip(where, (t * factor for t in tensors)))
         value, args, kwargs = pytree.tree_unflatten([given.get(i, leaf) for i, leaf in enumerate(leaves)], spec)
         return [t * factor for t in real(op(value, *args, **kwargs))]
 
-    return fn, [torch.ones((), dtype=torch.float64), *(leaves[i].detach() for i in places)] if places else []
+    return fn, [torch.ones((), dtype=torch.float64), *(leaves[i].detach() for i in where)] if where else []
 
 
 def loss(fn: Callable) -> Fn:
@@ -63,8 +61,7 @@ def gradients(fn: Callable, args: Sequence[Tensor]) -> Any:
 
 def mapped(way: Callable) -> Callable:
     def run(fn: Callable, args: Sequence[Tensor]) -> Any:
-        rows = [torch.stack([t, t * 1.01]) for t in args]
-        return vmap(lambda *args: way(fn, args), randomness="different")(*rows)
+        return vmap(lambda *args: way(fn, args), randomness="different")(*[torch.stack([t, t * 1.01]) for t in args])
 
     return run
 

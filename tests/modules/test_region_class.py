@@ -409,7 +409,6 @@ def test_what_is_a_sequence() -> None:
     replaced = nn.Sequential(nn.Tanh())
     replaced.forward = torch.sin  # type: ignore[method-assign]
     own = type("Own", (nn.Sequential,), {"forward": lambda self, x: x})
-    looks_alike = type("LooksAlike", (nn.Module,), {"forward": nn.Sequential.forward})
-    others = [replaced, own(), looks_alike(), nn.Tanh()]
+    others = [replaced, own(), type("LooksAlike", (nn.Module,), {"forward": nn.Sequential.forward})(), nn.Tanh()]
     assert is_sequence(nn.Sequential()) and is_sequence(type("Named", (nn.Sequential,), {})())
     assert not any(map(is_sequence, others))

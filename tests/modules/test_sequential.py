@@ -57,9 +57,7 @@ def lengths(count: int, segments: int | None) -> list[int]:
 
 
 @pytest.mark.parametrize("count, default", [(1, 1), (2, 1), (3, 2), (6, 2), (7, 3), (12, 3)])
-def test_segments_have_nearly_equal_lengths_and_by_default_the_square_root_is_their_number(
-    count: int, default: int
-) -> None:
+def test_segments_are_nearly_equal_and_by_default_the_square_root_is_their_number(count: int, default: int) -> None:
     for segments in (None, *range(1, count + 1)):
         found = lengths(count, segments)
         assert len(found) == (segments or default) and sum(found) == count and max(found) - min(found) <= 1

@@ -51,9 +51,7 @@ CASES: dict[str, Callable[[Wrap, Callable, Tensor], tuple[Callable, tuple]]] = {
         (lambda flip, same: lambda a: combined(inner(a, flip), inner(same, x)) * inner(a, same))(x.t(), x.view_as(x)),
         (x,),
     ),
-    "asked whether it is the same": lambda wrap, inner, x: (
-        lambda a: (a.sin() if a is x else a.cos()).exp().sin(), (x,)
-    ),
+    "asked if it is the same": lambda wrap, inner, x: (lambda a: (a.sin() if a is x else a.cos()).exp().sin(), (x,)),
 }  # fmt: skip
 HIDDEN = "hidden", "captured and hidden"
 tensor = partial(rand, 3, 3, grad=False)
