@@ -44,6 +44,9 @@ def large(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
     return args[0] > 10
 
 
+product = type(large)(large.__code__, globals(), "mm")  # with the name of an operator
+
+
 class Unhashable:
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> bool:
         return False
@@ -267,6 +270,7 @@ def test_the_policy_of_an_enclosing_region_decides_first() -> None:
         ([twice], policies.save_ops(torch.ops.remat_tests.twice.default)),
         (["higher_order.flex_attention"], policies.save_ops(FLEX)),
         (large, policies.save_if(large)),
+        (product, policies.save_if(product)),
     ],
     ids=name_of,
 )
