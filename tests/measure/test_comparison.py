@@ -224,6 +224,8 @@ def test_a_program_that_is_not_reproducible_without_remat(last: int) -> None:
     result = check(other_each_time, rand(3))
     assert not result.ok and not result.reproducible
     assert str(result).endswith("Two runs without remat differ too, so remat may not be the cause.")
+    runs.clear()
+    assert not check(lambda x: runs.append(None) or x * (len(runs) > 2), rand(3))  # the third run is that as a region
 
 
 def fails(x: Tensor, when: Callable[[], bool]) -> Tensor:
