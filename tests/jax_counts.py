@@ -147,8 +147,7 @@ def block(wrap: Fn) -> Fn:
         e = exp(q @ k.T)
         o = name((e / e.sum(-1, keepdim=True)) @ v @ Wo, "o")
         mid = name(x + o, "mid")
-        hidden = name(sin(mid @ Wup), "hidden")
-        return mid + hidden @ Wdown
+        return mid + name(sin(mid @ Wup), "hidden") @ Wdown
 
     return wrap(fn)
 

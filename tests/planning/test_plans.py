@@ -498,8 +498,7 @@ class Rotated(nn.Module):
         self.first, self.second = nn.Linear(32, 256), nn.Linear(256, 32)
 
     def forward(self, x: Tensor, angles: Tensor) -> Any:
-        h = self.first(x) * angles
-        return x + self.second(h.exp() * angles)
+        return x + self.second((self.first(x) * angles).exp() * angles)
 
 
 class Returning(Rotated):
