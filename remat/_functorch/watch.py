@@ -65,8 +65,6 @@ class Watch(TorchFunctionMode):
         self.level = private.current_level()
         self.inputs.update(map(id, operands))
         self.made(operands)
-        if state.watch is not None:
-            state.watch.made(operands)  # leaves, which a recurrent network inside keeps in its list of weights
 
     def made(self, made: Sequence[torch.Tensor]) -> None:
         """Note tensors that are made inside."""
