@@ -123,9 +123,9 @@ class Guard(Held):
         return changed
 
     def _compare(self, copy: torch.Tensor) -> None:
-        """Release the copy if the tensor equals it. Batch norm changes statistics without a trace in their versions."""
+        """Release the copy if the tensor equals it. Versions don't show what batch norm or `.data` has changed."""
         tensor = self.tensor
-        if not tensor.is_floating_point() or not is_small(tensor, COPY_BYTES):
+        if not (tensor.is_floating_point() or tensor.numel() == 1) or not is_small(tensor, COPY_BYTES):
             self._copy = None
         elif tensor.device.type in NEAR:
             self._copy = copy if _may_differ(tensor, copy) else None

@@ -52,8 +52,7 @@ def layers(x: Tensor, w: Tensor) -> Tensor:
 
 def around(x: Tensor, w: Tensor) -> Tensor:
     """Reads more of a storage than its argument covers."""
-    whole = x.as_strided((4, 4), (4, 1), 0)
-    return torch.tanh(torch.tanh(whole @ w) @ x @ w)
+    return torch.tanh(torch.tanh(x.as_strided((4, 4), (4, 1), 0) @ w) @ x @ w)
 
 
 X, W, TURNED = rand(4, 4), rand(4, 4, seed=1), rand(4, 4, seed=2, grad=False).t().requires_grad_()
