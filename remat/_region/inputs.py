@@ -14,6 +14,7 @@ import torch
 
 from .._captured.captured import Captured, Path
 from .._captured.variables import Variables, bound
+from .._core import private
 from .._core.state import unseen
 from .._core.tensors import is_left_from_vmap
 from .arguments import Arguments
@@ -62,8 +63,8 @@ class Inputs:
                     index[id(value)] = len(operands)
                     operands.append(value)
                 bindings[id(value)] = path, index[id(value)]
-            else:
-                captured[id(value)] = path, value
+            else:  # no transform can read what several ended levels have left
+                captured[id(value)] = path, private.unwrap_if_dead(value)
         self._bindings, self.operands = bindings, operands
         if captured:
             paths, tensors = zip(*captured.values())

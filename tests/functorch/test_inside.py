@@ -146,6 +146,7 @@ def test_a_stored_tensor_of_a_level_that_has_ended(policy: Any) -> None:
 def test_a_tensor_that_an_ended_level_has_left_is_an_input_of_all_runs_alike() -> None:
     left: list[Tensor] = []
     jvp(lambda x: (left.append(torch.ones(4) * 0.5), x)[1], (V,), (V,))
+    jvp(grad(lambda x: (left.append(x), x.sum())[1]), (V,), (V,))  # which no transform can read
 
     def program(wrap: Wrap) -> Any:
         step = wrap(lambda x: jvp(wrap(lambda x: x * left[0].cos()), (x,), (x.cos(),))[1] + x)
