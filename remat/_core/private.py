@@ -152,9 +152,11 @@ def fills_what_it_saves() -> bool:
 
 
 def unwrap_if_dead(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that wrappers of levels which have ended contain. torch unwraps one, but they may be nested."""
+    """A tensor without the wrappers of levels that have ended. torch unwraps one, but they may be nested."""
     while is_dead(tensor):
         tensor = _functorch.unwrap_if_dead(tensor)
+    if is_batched(tensor) and (content := unwrap_if_dead(inner := unwrap_once(tensor))) is not inner:
+        return wrap_batched(content, _functorch.maybe_get_bdim(tensor), level_of(tensor))
     return tensor
 
 

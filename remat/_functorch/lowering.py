@@ -39,9 +39,8 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
                     if state.watch is not None:
                         state.watch.reads(operands)
                     outs = apply(region, operands, shared)
-                    shared.watch.check_end(outs)
+                    kept = shared.watch.check_end(outs)
                     if state.watch is not None:
-                        kept = [private.unwrap_if_dead(t) for _, t in shared.watch.stored]
                         state.watch.made([*outs, *kept])
                         state.watch.limit(shared.watch.orders_below)
                     break

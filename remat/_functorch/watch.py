@@ -140,12 +140,12 @@ class Watch(TorchFunctionMode):
         node = node if base is None else base.grad_fn
         return node is not None and private.sequence_number(node) >= self.start
 
-    def check_end(self, outs: Sequence[torch.Tensor]) -> None:
-        """Raise a CaptureError if the run, which has ended, read or stored a tensor of a transform; unwrap others."""
+    def check_end(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Unwrap what the run, which has ended, has stored, and return it. CaptureError if it is of a transform."""
         self.check_captured()
-        if {*self.region.kinds} == {private.VMAP}:
-            return  # a tensor stored under vmap has no use without remat either
-        returned, ended = set(map(id, outs)), dict[int, torch.Tensor]()
+        if {*self.region.kinds} == {private.VMAP}:  # a tensor stored there has no use without remat either
+            return [tensor for _, tensor in self.stored]
+        returned, ended, kept = set(map(id, outs)), dict[int, torch.Tensor](), list[torch.Tensor]()
         for path, tensor in self.stored:
             lost = id(tensor) not in returned and (id(tensor) in self.moving or requires_grad_somewhere(tensor))
             if lost and isinstance(path, str):
@@ -153,10 +153,12 @@ class Watch(TorchFunctionMode):
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
             if lost and (path.up is None or path.up.step != "_flat_weights"):
                 raise CaptureError(_STORED.format(tuple(tensor.shape), path))
-            if not lost and private.is_dead(tensor):
-                ended[id(tensor)] = private.unwrap_if_dead(tensor)
+            kept.append(private.unwrap_if_dead(tensor))
+            if not lost and kept[-1] is not tensor:
+                ended[id(tensor)] = kept[-1]
         if ended:  # torch unwraps only the outer one of several wrappers
             bound(self.region.inputs.search().variables, ended).put()
+        return kept
 
     @cached_property
     def stored(self) -> list[tuple[Any, torch.Tensor]]:
