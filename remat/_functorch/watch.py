@@ -141,10 +141,10 @@ class Watch(TorchFunctionMode):
         return node is not None and private.sequence_number(node) >= self.start
 
     def check_end(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Unwrap what the run, which has ended, has stored, and return it. CaptureError if it is of a transform."""
+        """Unwrap and return what the ended run has stored, for a watch around. CaptureError if it is of a transform."""
         self.check_captured()
         if {*self.region.kinds} == {private.VMAP}:  # a tensor stored there has no use without remat either
-            return [tensor for _, tensor in self.stored]
+            return [] if state.watch is None else [tensor for _, tensor in self.stored]
         returned, ended, kept = set(map(id, outs)), dict[int, torch.Tensor](), list[torch.Tensor]()
         for path, tensor in self.stored:
             lost = id(tensor) not in returned and (id(tensor) in self.moving or requires_grad_somewhere(tensor))
@@ -153,9 +153,9 @@ class Watch(TorchFunctionMode):
             # A recurrent network makes the list of its parameters anew in each call if they have changed.
             if lost and (path.up is None or path.up.step != "_flat_weights"):
                 raise CaptureError(_STORED.format(tuple(tensor.shape), path))
-            kept.append(private.unwrap_if_dead(tensor))
-            if not lost and kept[-1] is not tensor:
-                ended[id(tensor)] = kept[-1]
+            kept.append(content := private.unwrap_if_dead(tensor))
+            if not lost and content is not tensor:
+                ended[id(tensor)] = content
         if ended:  # torch unwraps only the outer one of several wrappers
             bound(self.region.inputs.search().variables, ended).put()
         return kept
