@@ -44,8 +44,7 @@ def loss(wrap: Callable, depth: int = 4) -> Callable:
 
 
 def inputs(rows: int = 16, width: int = 8) -> list[Tensor]:
-    shapes = (rows, width), (width, 4 * width), (4 * width, width)
-    return [torch.randn(shape) * 0.2 for shape in shapes]
+    return [torch.randn(shape) * 0.2 for shape in ((rows, width), (width, 4 * width), (4 * width, width))]
 
 
 X, W1, W2 = (t.double() for t in inputs())

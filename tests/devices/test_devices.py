@@ -216,8 +216,7 @@ def test_the_peak_is_low_and_about_that_on_the_cpu(way: Callable) -> None:
     # 8 blocks of 8 tensors, against 8 inputs, one block's tensors and a few temporaries.
     assert ours < 28 * MIB and plain > 60 * MIB
     on_cpu, on_device = (peak_bytes(way(blocks(remat.remat)), each) for each in (cpu, x))
-    assert on_device <= on_cpu + 2 * MIB
-    assert ours <= on_cpu + 4 * MIB
+    assert on_device <= on_cpu + 2 * MIB and ours <= on_cpu + 4 * MIB
 
 
 @pytest.mark.parametrize("devices", [[0], [1], [0, 1]], ids=str)

@@ -180,9 +180,9 @@ def test_layers_of_a_model_are_printed_in_groups(capsys: pytest.CaptureFixture) 
     assert len(printed(capsys, model, x, inputs=True)) == 15
     nn_apply(model, nn.TransformerEncoderLayer, policy=policies.save_matmuls)
     print_saved_residuals(model, x)
-    first, second, *_ = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(r"float32\[32, 192\] +cpu  24 KiB  x4  output of aten.mm at .* in layers\.\*\.self_attn", first)
-    assert second.startswith("float32[32, 128]    cpu  16 KiB  x4  output of aten.addmm")
+    row, other, *_ = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"float32\[32, 192\] +cpu  24 KiB  x4  output of aten.mm at .*, in layers\.\*\.self_attn", row)
+    assert other.startswith("float32[32, 128]    cpu  16 KiB  x4  output of aten.addmm")
 
 
 @pytest.mark.filterwarnings("error")

@@ -393,7 +393,9 @@ class Energy(nn.Module):
     ids=["autograd", "func", "backward"],
 )
 def test_a_forward_that_differentiates_is_an_error_with_a_remedy(differentiated: Callable) -> None:
-    with pytest.raises(remat.RematError, match=r"differentiates a part.*remat.nn.apply.*that returns the loss"):
+    with pytest.raises(
+        remat.RematError, match=r"differentiates a part.*remat.nn.apply.*function that returns the loss"
+    ):
         remat.nn.budget(Energy(differentiated), 0.5, X.clone())
 
 

@@ -320,6 +320,7 @@ def then(change: Callable[[nn.Linear, Tensor], Any]) -> Callable[[Wrap], Any]:
 PROGRAMS: dict[str, Callable[[Wrap], Any]] = {
     "trained, then used": statistics(lambda x, norm: (lambda y: norm.eval()(y.sin()))(norm.train()(x))),
     "updated, then used": statistics(lambda x, norm: (lambda _: norm.eval()(x).sin())(norm.train()(x.detach()))),
+    "changed through data": statistics(lambda x, n: (through_data(n.running_mean), (x * n.running_mean).exp())[1]),
     "initialized through data": statistics(initialized),
     "counted": statistics(counted),
     "a count that autograd saves": a_count_that_autograd_saves,
