@@ -100,8 +100,7 @@ def test_state_changes_and_random_numbers_are_drawn_once_per_call(form: str, nes
     with torch._dynamo.config.patch(nested_graph_breaks=nested_breaks):
         assert_same(training(compiled(FORMS[form](block, None)), block), expected)
     assert (block.count.item(), block.norm.num_batches_tracked.item(), block.calls) == (3, 3, 3)
-    once = [False, True, True] if form == "nested" else [False, True]
-    assert once * 3 == RUNS
+    assert ([False, True, True] if form == "nested" else [False, True]) * 3 == RUNS
     assert all(ref() is None for ref in INSIDE)
 
 

@@ -365,5 +365,4 @@ BROKEN: dict[str, Callable] = {
 @pytest.mark.parametrize("f", BROKEN.values(), ids=BROKEN)
 def test_values_if_the_graph_is_broken(f: Callable) -> None:
     take = grad(lambda x: f(x).sum())
-    expected = take(X)
-    torch.testing.assert_close(torch.compile(take, backend="aot_eager")(X), expected)
+    torch.testing.assert_close(torch.compile(take, backend="aot_eager")(X), take(X))

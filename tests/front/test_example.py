@@ -72,8 +72,7 @@ def test_an_example_is_short_and_can_be_copied(path: Path) -> None:
     assert len(text.splitlines()) <= (330 if path.name == "char_lm.py" else 100)
     imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
     optional = {"char_lm.py": "tqdm", "memory_timeline.py": "matplotlib", "finetune_huggingface.py": "transformers"}
-    allowed = {"torch", "optree", "numpy", "remat", optional.get(path.name)}
-    assert imported - sys.stdlib_module_names <= allowed
+    assert imported - sys.stdlib_module_names <= {"torch", "optree", "numpy", "remat", optional.get(path.name)}
 
 
 def test_char_lm() -> None:

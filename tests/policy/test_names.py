@@ -137,3 +137,4 @@ def test_a_compiled_graph_has_an_alias_for_a_name_that_its_policy_judges(policy:
     assert_same(torch.compile(remat(fn, policy=policy), backend=backend)(x), fn(x))
     modules = [m for m in backend.graphs[0].modules() if isinstance(m, torch.fx.GraphModule)]
     assert (torch.ops.aten.alias.default in {node.target for m in modules for node in m.graph.nodes}) == named
+    assert_same(torch.compile(fn, backend=backend, fullgraph=True)(x), fn(x))  # without a region

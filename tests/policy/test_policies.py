@@ -96,6 +96,7 @@ def test_a_policy_prints_as_its_expression_and_copies_are_equal(text: str) -> No
 def test_different_policies_differ() -> None:
     assert len(set(EXPRESSIONS.values())) == len(EXPRESSIONS)
     assert all(a != b for a, b in itertools.combinations(EXPRESSIONS.values(), 2))
+    assert policies.budget(1) != policies.budget(1, cost=large) != policies.budget(1, cost=Unhashable())
     assert policies.save_if(large) != policies.save_if(Unhashable()) and matmuls != "policies.save_matmuls"
     assert {policies.save_if(Unhashable()), policies.save_if(Unhashable())} == {policies.save_if(Unhashable())}
     assert "Unhashable object at" in repr(policies.save_if(Unhashable()))
@@ -219,6 +220,7 @@ CERTAIN = {
     "operator": lambda: EVERYTHING | offload(policies.save_convolutions),
     "name": lambda: only("a*") | offload(only("ab")),
     "both": lambda: offload(NAMED) & only("q"),
+    "other name": lambda: policies.save_any_names_but_these() | offload(policies.save_any_names_but_these()),
     "other operator": lambda: ~matmuls | offload(EVERYTHING),
 }
 
@@ -249,6 +251,8 @@ def test_another_conflict_raises_when_it_occurs() -> None:
 def test_a_verdict_is_repeated_about_the_same_operator_only() -> None:
     again = Answers([(MM, 1), (RELU, 2), (CONV, 3)])
     assert [again.verdict(op, lambda: 4) for op in (MM, BMM, CONV)] == [1, 4, 3]
+    again.go_back(1)
+    assert again.count == 1 and again.verdict(RELU, lambda: 4) == 2
 
 
 def test_the_policy_of_an_enclosing_region_decides_first() -> None:
@@ -271,6 +275,8 @@ def test_the_policy_of_an_enclosing_region_decides_first() -> None:
         (["higher_order.flex_attention"], policies.save_ops(FLEX)),
         (large, policies.save_if(large)),
         (product, policies.save_if(product)),
+        (dir, policies.save_if(dir)),  # has no signature
+        (["aten.silu_backward.default"], policies.save_ops(aten.silu_backward.default)),  # a composite with a kernel
     ],
     ids=name_of,
 )
@@ -290,6 +296,7 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
     [
         ("dots", r"got 'dots'\. Did you mean checkpoint_policies\.dots_saveable "),
         ("checkpoint_policies.dots-saveable", r"Did you mean checkpoint_policies\.dots_saveable\?"),
+        ("save_matmulls", r"Did you mean policies\.save_matmuls\b"),
         ("save_only_these_names", r"Did you mean policies\.save_only_these_names\(\.\.\.\)\?"),
         ("zzz", r"A policy is one of remat\.policies .* got 'zzz'\. For values named"),
         ("h", r"got 'h'\. For values named"),  # a name of the user's, though many policies have this letter
@@ -307,6 +314,7 @@ of_jax.__name__, of_jax.__module__ = "dots_saveable", "jax._src.ad_checkpoint"
         (of_jax, r"JAX's .* Did you mean checkpoint_policies\.dots_saveable\?"),
         ([matmuls], r"combine them by `p \| q`"),
         ([3], r"save_ops takes operators such as torch\.ops\.aten\.mm, got 3"),
+        ([None], r"save_ops takes operators such as torch\.ops\.aten\.mm, got None"),
         ([["aten.mm"]], "Pass them separately"),
     ],
     ids=name_of,
@@ -321,7 +329,8 @@ def test_rejected_as_a_policy(given: Any, says: str) -> None:
     "make, says",
     [
         (lambda: policies.save_anything_except_these_names(3), "got 3"),
-        (lambda: only("q", ""), "nonempty strings.*got ''"),
+        (lambda: only("q", ""), r"nonempty strings.*got ''\.$"),
+        (lambda: only(["q"]), r"nonempty strings.*got \['q'\]\. Pass the names separately\."),
         (lambda: policies.save_if(None), "got None"),
         (lambda: policies.budget(-1), "must not be negative, got -1"),
         (lambda: policies.budget(None), "must be a number of bytes"),
