@@ -146,7 +146,7 @@ def pareto(fn: Callable, /, *args: Any, cost: str | Callable = "roofline", **kwa
             "There is nothing to choose: nothing is differentiated with respect to the function's arguments or "
             "captured tensors, or they have no data (FakeTensorMode)."
         )
-    found = known.choices[policy][-1][0]
+    found, _ = known.choices[policy][-1]
     if program.calls_backward and not found.whole:
         raise RematError(CALLS_BACKWARD)
     names = [f"{name} at {found.lines.get(i)}" for i, name in enumerate(found.operators)]

@@ -147,16 +147,12 @@ def report(
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list such as `[None, policies.save_matmuls]`, got {shown(policies)}.")
     if not isinstance(time, bool):
-        raise TypeError(
-            f"time must be True or False, got {shown(time)}. If it is an argument of fn, wrap fn in a lambda."
-        )
+        raise TypeError(f"time must be True or False, got {shown(time)}. If fn takes it, wrap fn in a lambda.")
     if time:
         program.check_has_data("time=True measures steps")
     asked = [_asked(policy) for policy in (_USUAL if policies is None else policies)]
-    if transform is not None and (plans := [policy for policy in asked if isinstance(policy, str)]):
-        raise TypeError(
-            f"A plan is for the backward of a loss, so {plans[0]!r} takes no transform: use policies.budget."
-        )
+    if transform is not None and (plan := next((each for each in asked if isinstance(each, str)), None)):
+        raise TypeError(f"A plan is for the backward of a loss, so {plan!r} takes no transform: use policies.budget.")
     costs = (_PLANNED_BY if isinstance(each, str) else each.cost for each in asked if isinstance(each, (str, Budget)))
     objective = next((cost for cost in costs if cost != "flops"), None)
     ways = {WITHOUT: Way(fn, disable_remat), AS_WRITTEN: Way(fn, nullcontext)}

@@ -80,7 +80,7 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return []
 
 
-def mapped(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+def mapped(fn: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """A call's argument with ``fn`` applied to its tensors."""
     return private.tree_map_only(torch.Tensor, fn, value)
 

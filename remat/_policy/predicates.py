@@ -58,9 +58,10 @@ class Answers(list[tuple[Any, Any]]):
 
     def verdict(self, op: Any, ask: Callable[[], Any]) -> Any:
         """Return the next verdict: that of the first run, or what ``ask`` returns if that ran another operator."""
-        expected = self.first[self.count : self.count + 1]
-        self.append(expected[0] if expected and expected[0][0] == op else (op, ask()))
-        return self[-1][1]
+        before, verdict = self.first[self.count] if self.count < len(self.first) else (None, None)
+        verdict = verdict if before == op else ask()
+        self.append((op, verdict))
+        return verdict
 
     count = property(len)
 
@@ -77,8 +78,9 @@ def checked_predicate(value: Any) -> Callable:
     if not callable(value) or isinstance(value, (type, torch.nn.Module)):
         raise PolicyError(f"{_EXPECTED}; got {shown(value)}.{_of_text(value) if isinstance(value, str) else ''}")
     name = getattr(function, "__name__", "")
-    if (found := _public().get(name)) is not None and found[1] is function:
-        raise PolicyError(f"{found[0]} returns a policy: call it, as in `{found[0]}(...)`.")
+    written, public = _public().get(name, ("", None))
+    if public is function:
+        raise PolicyError(f"{written} returns a policy: call it, as in `{written}(...)`.")
     if function is torch.utils.checkpoint.create_selective_checkpoint_contexts:
         raise PolicyError(f"{_EXPECTED}; give the function or list itself, without {function.__name__}.")
     if str(getattr(value, "__module__", "")).partition(".")[0] == "jax":
@@ -104,7 +106,8 @@ def _nearest(text: str) -> str:
         containing = [name for name in names if len(wanted) > 2 and wanted in name]
         near = sorted(containing, key=lambda name: (name.find(wanted), len(name)))
         near += difflib.get_close_matches(wanted, names, n=3, cutoff=0.6)
-    calls = [f"{names[name][0]}{'(...)' * isfunction(names[name][1])}" for name in dict.fromkeys(near)][:3]
+    found = (names[name] for name in dict.fromkeys(near))
+    calls = [f"{written}{'(...)' * isfunction(public)}" for written, public in found][:3]
     return f" Did you mean {' or '.join(calls)}?" if calls else ""
 
 

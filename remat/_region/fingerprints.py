@@ -70,12 +70,14 @@ def is_other(before: tuple, now: tuple, maker: type) -> bool:
     ``maker`` of tensors saved just before, leaves as it was: a part of a recurrent network's workspace, or attention's
     random seeds without dropout. With dropout, other seeds change its result, which is saved too.
     """
-    is_workspace = before[0] is torch.uint8 and maker.__name__ in _HAVE_WORKSPACE
-    is_seed = before[0] in _SEEDS and before[1].numel() <= 2 and "Attention" in maker.__name__
-    values_differ = before[6:] != now[6:] and not (is_workspace or is_seed)
-    if before[:3] != now[:3] or values_differ or not _may_be_the_same(maker_of(before), maker_of(now)):
+    dtype, shape, device, before_maker, _, _, *values = before
+    dtype_now, shape_now, device_now, maker_now, _, _, *values_now = now
+    is_workspace = dtype is torch.uint8 and maker.__name__ in _HAVE_WORKSPACE
+    is_seed = dtype in _SEEDS and shape.numel() <= 2 and "Attention" in maker.__name__
+    values_differ = values != values_now and not (is_workspace or is_seed)
+    if (dtype, shape, device) != (dtype_now, shape_now, device_now) or values_differ:
         return True
-    return _moves(before) != _moves(now)
+    return not _may_be_the_same(before_maker, maker_now) or _moves(before) != _moves(now)
 
 
 def _moves(saved: tuple) -> list[int] | None:
@@ -108,11 +110,12 @@ _SEEDS = {torch.int64, torch.uint64}
 def describe(saved: tuple, other: tuple) -> str:
     """Describe the fingerprint of a saved tensor, with strides if they differ from ``other``'s at equal shapes."""
     dtype, shape, device, maker, _, stride, *values = saved
+    _, other_shape, _, other_maker, _, other_stride, *_ = other
     name = maker.__name__
     if maker is type(None):
-        name = None if maker_of(other) is maker else "no recorded operation (such as an input)"
-    metadata = str(Metadata((dtype, shape, device, name, values[0] if values else None)))
-    return metadata if stride == other[5] or shape != other[1] else f"{metadata} with strides {stride}"
+        name = None if other_maker is maker else "no recorded operation (such as an input)"
+    metadata = str(Metadata((dtype, shape, device, name, *(values or [None]))))
+    return metadata if stride == other_stride or shape != other_shape else f"{metadata} with strides {stride}"
 
 
 def checksum(tensor: torch.Tensor) -> int:

@@ -32,24 +32,24 @@ class Placeholders:
     def __bool__(self) -> bool:
         return bool(self._storages)
 
-    def placeholder(self, layout: Any) -> torch.Tensor:
-        """Return a new placeholder of a `Layout`. Large ones on a device share one memory, as nothing writes to them.
+    def placeholder(self, form: Any) -> torch.Tensor:
+        """Return a new placeholder of a `Form`. Large ones on a device share one memory, as nothing writes to them.
 
         They contain NaN, so that an undetected read shows in the result.
         """
-        memory = self._memory_for(layout) if layout.nbytes >= _LARGE else None
+        memory = self._memory_for(form) if form.nbytes >= _LARGE else None
         if type(memory) is torch.Tensor:
-            tensor = layout.on(torch.from_dlpack(memory[: layout.nbytes]).untyped_storage())
+            tensor = form.on(torch.from_dlpack(memory[: form.nbytes]).untyped_storage())
         else:  # the memory of a FakeTensor can't be shared
-            tensor = layout.empty().fill_(torch.nan)
+            tensor = form.empty().fill_(torch.nan)
         self.add(tensor)
         return tensor
 
-    def _memory_for(self, layout: Any) -> torch.Tensor | None:
-        memory = self._memory.get(layout.device)
-        if layout.device.type != "meta" and (memory is None or len(memory) < layout.nbytes):
-            memory = torch.full((layout.nbytes,), 0xFF, dtype=torch.uint8, device=layout.device)
-            self._memory[layout.device] = memory
+    def _memory_for(self, form: Any) -> torch.Tensor | None:
+        memory = self._memory.get(form.device)
+        if form.device.type != "meta" and (memory is None or len(memory) < form.nbytes):
+            memory = torch.full((form.nbytes,), 0xFF, dtype=torch.uint8, device=form.device)
+            self._memory[form.device] = memory
         return memory
 
     def add(self, tensor: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from .._core.lines import Line
 from .._core.tensors import is_dense
 from .._policy.operators import full_name
 from .._policy.policy import Budget, Verdict
-from .program import Program
+from .program import Program, Step
 from .search import Choice, Problem, best_of, corners, cost_of, pareto
 from .values import Storages
 
@@ -38,7 +38,7 @@ class Tradeoff(NamedTuple):
     @property
     def operators(self) -> tuple[str, ...]:
         """The names of the program's operators."""
-        return tuple(full_name(key[0].func) for key in self.keys)
+        return tuple(full_name(facts.func) for facts, *_ in self.keys)
 
     def choice(self, policy: Budget) -> Choice:
         """Return the choice with the least cost within this budget."""
@@ -67,8 +67,8 @@ class Choices:
 
     def steps(self, program: Program) -> frozenset[int] | None:
         """Return the saved steps of the program that has run, or None if the program is new."""
-        self._keep([each for each in self._matches if len(each[0]) == len(program.steps)])
-        return self._matches[0][1] if self._matches else None
+        self._keep([(keys, steps) for keys, steps in self._matches if len(keys) == len(program.steps)])
+        return next((steps for _, steps in self._matches), None)
 
     def _keep(self, matches: list[tuple[tuple, frozenset[int]]]) -> None:
         """Drop the other matches. If the policy's own choice was the last match, it was made for another program."""
@@ -82,17 +82,17 @@ class Choices:
             )
         self._matches = matches
 
-    def ran(self, key: tuple, args: tuple, kwargs: dict, result: Any, storages: Storages) -> Verdict:
+    def ran(self, step: Step, args: tuple, kwargs: dict, result: Any, storages: Storages) -> Verdict:
         """Record the cost of a step and the sizes of the values that it has made, and return the verdict on them."""
-        facts, number = key[0], len(self.costs)
+        facts, number = step.facts, len(self.costs)
         self.costs.append(cost_of(self._policy.cost, facts, args, kwargs, result))
         self.flops.append(flops(facts.func, args, kwargs, result))
         for tensor in tensors((result, facts.written(args, kwargs))):
             value = storages.find(tensor)
             if value is not None and is_dense(tensor):
                 self.sizes[value] = tensor.untyped_storage().nbytes()
-        now = key, full_name(facts.func)
-        self._keep([each for each in self._matches if number < len(each[0]) and each[0][number] in now])
+        now, found = (step.key, full_name(facts.func)), self._matches
+        self._keep([(keys, steps) for keys, steps in found if number < len(keys) and keys[number] in now])
         return Verdict.SAVE if any(number in steps for _, steps in self._matches) else Verdict.RECOMPUTE
 
     def close(self, program: Program, roots: Mapping[int, int], results: Set[Any]) -> None:

@@ -16,7 +16,7 @@ from .._core.facts import Facts
 from .._core.lines import Line
 from .._core.private import OpOverload
 from .._policy.policy import Verdict
-from .values import UNDESCRIBED, Layout
+from .values import UNDESCRIBED, Form, Layout
 
 
 class Step(NamedTuple):
@@ -79,11 +79,11 @@ class Log:
         """Return the step that made a value."""
         return self.steps[self.made[value]]
 
-    def layout(self, value: int) -> Layout | None:
-        """Return the layout that a value was made in, or None if it isn't one of the results that can be described."""
+    def form(self, value: int) -> Form | None:
+        """Return the form that a value was made in, or None if it isn't one of the results that can be described."""
         maker = self.maker(value)
         results = maker.result if type(maker.result) in (tuple, list) else (maker.result,)
-        return next((item for item in results if isinstance(item, Layout) and maker.outs[item.i] == value), None)
+        return next((item.form for item in results if isinstance(item, Layout) and maker.outs[item.i] == value), None)
 
 
 class Plan(NamedTuple):

@@ -129,7 +129,7 @@ class Recording:
                 log.exposed.add(self.storages.get(args[0]))
             return
         if self.choices is not None:
-            verdict = self.choices.ran(step.key, args, kwargs, result, self.storages)
+            verdict = self.choices.ran(step, args, kwargs, result, self.storages)
         elif last is not None and step == expected:
             verdict = last.verdicts.get(number, Verdict.RECOMPUTE)
         else:
@@ -177,7 +177,8 @@ class Recording:
             if differentiated and is_differentiable(tensor):
                 tracked += (value,)
         storages.tracked.update(tracked)
-        step = Step(key, outs, overwritten, tracked, (0, new[0][2]) if new else None, torch.is_grad_enabled())
+        first = next(((0, form) for _, _, form in new), None)
+        step = Step(key, outs, overwritten, tracked, first, torch.is_grad_enabled())
         if new and step == expected:  # it has one new result, of the expected layout
             return expected
         return step._replace(result=template(result, new, read))

@@ -187,7 +187,7 @@ class Replay(RegionMode):
             content = contents[item.i]
             if content is None:
                 with unseen():
-                    contents[item.i] = tensor = self.placeholders.placeholder(item)
+                    contents[item.i] = tensor = self.placeholders.placeholder(item.form)
             else:
                 tensor = with_form(content, item.form)
             self.storages.put(tensor.untyped_storage(), step.outs[item.i])

@@ -26,7 +26,7 @@ from .._region.hooks import Hooks, Packed
 from .._region.placeholders import Placeholder
 from ..errors import MutationError
 from .program import Log
-from .values import Layout, place_of
+from .values import Form, form_of
 
 
 class Residual:
@@ -56,13 +56,13 @@ class Residual:
         """Whether the value was changed in place."""
         return any(private.version(tensor) != version for tensor, version in self._watched)
 
-    def save_elsewhere(self, tensor: torch.Tensor, layout: Layout | None, outer: Hooks | None, group: Group) -> None:
+    def save_elsewhere(self, tensor: torch.Tensor, form: Form | None, outer: Hooks | None, group: Group) -> None:
         """Hand the value to the hooks around the region, or copy it to host memory."""
         if outer is None and isinstance(tensor, Placeholder):  # skipped by the recompute of an enclosing region
             tensor.check()
         with unseen():
             self._near = alias(tensor)  # until the first run ends
-            whole = numbers(tensor, layout)
+            whole = numbers(tensor, form)
             self._far = far = Offloaded(whole, group) if outer is None else Packed(whole, outer)
             if isinstance(far, Packed) and any(holder(kept) is holder(tensor) for kept in tensors(far.contents)):
                 self.save_here(tensor)  # as the hooks do
@@ -100,23 +100,20 @@ class Residual:
         self._near = None
 
 
-def with_form(tensor: torch.Tensor, form: tuple) -> torch.Tensor:
+def with_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
     """Return a new tensor of a form, on the storage of a tensor."""
-    if place_of(tensor)[1] == form:
+    if form_of(tensor) == form:
         return alias(tensor)
     with private.without_levels() if private.transforms_active() else nullcontext():
-        return Layout(0, form).on(tensor.untyped_storage())
+        return form.on(tensor.untyped_storage())
 
 
-def numbers(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+def numbers(tensor: torch.Tensor, form: Form | None) -> torch.Tensor:
     """Return the whole storage of a tensor in the value's dtype: in its shape if that covers the storage, else flat."""
     storage = tensor.untyped_storage()
-    made = None if layout is None else layout.on(storage)
-    dtype = tensor.dtype if made is None else made.dtype
-    size: tuple[int, ...] = (storage.nbytes() // dtype.itemsize,)
-    stride: tuple[int, ...] = (1,)
-    if made is not None and made.is_contiguous() and made.nbytes == storage.nbytes():
-        size, stride = made.shape, made.stride()
+    made = tensor if form is None else form.on(storage)
+    dtype, covers = made.dtype, form is not None and made.is_contiguous() and made.nbytes == storage.nbytes()
+    size, stride = (made.shape, made.stride()) if covers else ((storage.nbytes() // dtype.itemsize,), (1,))
     with private.without_dispatch():
         if dtype == tensor.dtype and not (tensor.is_conj() or tensor.is_neg()):
             return alias(tensor).as_strided(size, stride, 0)  # shares the version counter, which hooks may read
@@ -127,7 +124,7 @@ class Source(NamedTuple):
     """The origin of a tensor that autograd saved: its values, its form if a policy may save it, the steps so far."""
 
     values: tuple[int, ...]
-    form: tuple | None
+    form: Form | None
     after: int
 
 
@@ -162,8 +159,8 @@ class Saves:
 
     def has(self, value: int, since: int) -> bool:
         """Whether autograd has saved a value that step ``since`` has made."""
-        later = takewhile(lambda slot: slot[1].after > since, reversed(self._slots))
-        return value in self.above or any(value in source.values for _, source in later)
+        later = takewhile(lambda source: source.after > since, (source for _, source in reversed(self._slots)))
+        return value in self.above or any(value in source.values for source in later)
 
     def on_overwrite(self, number: int, written: dict[int, int]) -> None:
         """Replace values that were just overwritten: autograd may save an argument before it is filled (``rrelu``)."""
@@ -243,7 +240,7 @@ class SavedValues:
                 residual.save_here(tensor)
             else:
                 self._group = self._group or Group()
-                residual.save_elsewhere(tensor, log.layout(value), self.hooks, self._group)
+                residual.save_elsewhere(tensor, log.form(value), self.hooks, self._group)
             self._owned[value], self._residuals[value] = residual, weakref.ref(residual)
         return residual
 

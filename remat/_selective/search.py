@@ -22,7 +22,7 @@ from .._core.facts import Facts, flops, mapped, tensors
 from .._core.state import unseen
 from ..errors import PolicyError
 from .program import Program
-from .values import place_of
+from .values import form_of
 
 Cost = Callable[[Any, tuple, dict, Any], float]  # of one call: the operator, its arguments, its result
 
@@ -75,7 +75,7 @@ def _measured(func: Any, args: tuple, kwargs: dict) -> float:
 
     An operator is measured once for each form of its arguments, so a second call of a function measures nothing.
     """
-    key = func, repr(mapped(_form, (args, kwargs)))
+    key = func, repr(mapped(lambda t: form_of(t) or (t.shape, t.layout, t.dtype, t.device), (args, kwargs)))
     if key in _times:
         return _times[key]
     streams = streams_for(tensors((args, kwargs)))
@@ -90,10 +90,6 @@ def _measured(func: Any, args: tuple, kwargs: dict) -> float:
     with unseen(), torch.no_grad():
         _times[key] = min(timeit.repeat(run, number=1, repeat=_REPEATS)) * 1e6
     return _times[key]
-
-
-def _form(tensor: torch.Tensor) -> Any:
-    return place_of(tensor)[1] or (tensor.shape, tensor.layout, tensor.dtype, tensor.device)
 
 
 class Choice(NamedTuple):

@@ -17,54 +17,64 @@ from .._core.facts import Facts, tensors
 from .._core.private import FakeTensor, has_no_memory, without_dispatch
 from .._core.tensors import as_bytes, bytes_of, holder, is_dense, parts, span
 
-New: TypeAlias = tuple[torch.Tensor, Any, "tuple | None"]  # a tensor, and its storage and form (see `place_of`)
 
+class Form(NamedTuple):
+    """How a tensor lies on its storage, with lazy conjugation and lazy negation."""
 
-def place_of(tensor: torch.Tensor) -> tuple[Any, tuple | None]:
-    """Return a tensor's storage and form, or the tensor itself and None if it has no strided storage.
-
-    A form is: offset, sizes, strides, dtype, device, lazy conjugation, lazy negation.
-    """
-    try:
-        offset, stride, dtype = tensor.storage_offset(), tensor.stride(), tensor.dtype
-        conj = dtype.is_complex and tensor.is_conj()
-        return tensor.untyped_storage(), (offset, tensor.shape, stride, dtype, tensor.device, conj, tensor.is_neg())
-    except RuntimeError:  # sparse tensors have no storage, nested tensors have no strides
-        return tensor, None
-
-
-def is_as_it_lies(form: tuple | None) -> bool:
-    """Whether a tensor of this form reads its storage directly, without lazy conjugation or negation."""
-    return form is not None and not form[5] and not form[6]
-
-
-class Layout(NamedTuple):
-    """The description of a tensor in a result: its form, and the index ``i`` of its value in the step's ``outs``."""
-
-    i: int
-    form: tuple
-
-    @property
-    def device(self) -> torch.device:
-        """The device."""
-        return self.form[4]
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    conj: bool
+    negated: bool
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Return a tensor of this layout on a storage."""
-        offset, size, stride, dtype, device, *_ = self.form
+        """Return a tensor of this form on a storage."""
         with without_dispatch():
-            return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
+            empty = torch.empty(0, dtype=self.dtype, device=self.device)
+            return empty.set_(storage, self.offset, self.size, self.stride)
 
     @property
     def nbytes(self) -> int:
         """The bytes from the start of the storage to the last element."""
-        offset, size, stride, dtype, *_ = self.form
-        return (offset + span(size, stride)) * dtype.itemsize
+        return (self.offset + span(self.size, self.stride)) * self.dtype.itemsize
 
     def empty(self) -> torch.Tensor:
-        """Return an uninitialized tensor of this layout."""
-        _, size, stride, dtype, device, *_ = self.form
-        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+        """Return an uninitialized tensor of this form."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+New: TypeAlias = tuple[torch.Tensor, Any, Form | None]  # a tensor, and its storage and form (see `place_of`)
+_new = tuple.__new__  # takes half the time of a named tuple's constructor
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, Form | None]:
+    """Return a tensor's storage and form, or the tensor itself and None if it has no strided storage."""
+    try:
+        offset, size, stride, dtype = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        lazy = dtype.is_complex and tensor.is_conj(), tensor.is_neg()
+        return tensor.untyped_storage(), _new(Form, (offset, size, stride, dtype, tensor.device, *lazy))
+    except RuntimeError:  # sparse tensors have no storage, nested tensors have no strides
+        return tensor, None
+
+
+def form_of(tensor: torch.Tensor) -> Form | None:
+    """Return a tensor's form, None if it has no strided storage."""
+    _, form = place_of(tensor)
+    return form
+
+
+def is_as_it_lies(form: Form | None) -> bool:
+    """Whether a tensor of this form reads its storage directly, without lazy conjugation or negation."""
+    return form is not None and not form.conj and not form.negated
+
+
+class Layout(NamedTuple):
+    """The description of a tensor in a result: the index ``i`` of its value in the step's ``outs``, and its form."""
+
+    i: int
+    form: Form
 
 
 class Argument(NamedTuple):
@@ -73,7 +83,6 @@ class Argument(NamedTuple):
     i: int
 
 
-_new = tuple.__new__  # takes half the time of the named tuple's constructor
 UNDESCRIBED: Any = object()  # a result that can't be described
 
 
@@ -82,7 +91,7 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
     if isinstance(result, torch.Tensor):
         for i, (tensor, storage, form) in enumerate(new):
             if tensor is result or storage is holder(result):
-                form = form if tensor is result else place_of(result)[1]
+                form = form if tensor is result else form_of(result)
                 is_described = is_as_it_lies(form) and not (result.is_quantized or has_no_memory(result))
                 return _new(Layout, (i, form)) if is_described else UNDESCRIBED
         return next((Argument(i) for i, tensor in enumerate(arguments) if tensor is result), UNDESCRIBED)
@@ -93,6 +102,7 @@ def template(result: Any, new: Sequence[New], arguments: list[torch.Tensor]) -> 
 
 
 CONSTANT_BYTES = 4096
+_NO_HOME: Any = lambda: None, None  # of an unknown storage
 
 
 class Storages:
@@ -111,8 +121,8 @@ class Storages:
 
     def at(self, storage: Any) -> int | None:
         """Return the number of the value in a storage, or None for an unknown storage."""
-        home = self._homes.get(id(storage))
-        return home[1] if home is not None and home[0]() is storage else None
+        ref, number = self._homes.get(id(storage), _NO_HOME)
+        return number if ref() is storage else None
 
     def get(self, tensor: torch.Tensor) -> int:
         """Return the number of the value in a tensor's storage. An unknown storage contains a constant."""
@@ -148,8 +158,8 @@ class Storages:
         """Return a copy that can change independently, of the living storages that contain other values than these."""
         found = Storages()
         found.count, found._constants, found.tracked = self.count, self._constants.copy(), self.tracked.copy()
-        homes = self._homes.items()
-        found._homes = {key: home for key, home in homes if home[1] not in without and home[0]() is not None}
+        homes = ((key, ref, number) for key, (ref, number) in self._homes.items() if number not in without)
+        found._homes = {key: (ref, number) for key, ref, number in homes if ref() is not None}
         return found
 
     def _meet(self, tensor: torch.Tensor, storage: Any) -> int:
@@ -196,13 +206,8 @@ class Storages:
 
 def _content(tensor: torch.Tensor) -> bytes | None:
     """The bytes of a small constant; None for a parameter, which the function doesn't create, and where they're far."""
-    if (
-        tensor.requires_grad
-        or isinstance(tensor, torch.nn.Parameter)
-        or not is_dense(tensor)
-        or tensor.device.type != "cpu"
-        or isinstance(tensor, FakeTensor)
-        or has_no_memory(tensor)
-    ):
+    is_parameter = tensor.requires_grad or isinstance(tensor, torch.nn.Parameter)
+    is_near = is_dense(tensor) and tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
+    if is_parameter or not is_near or has_no_memory(tensor):
         return None
     return bytes_of(as_bytes(tensor)) if tensor.untyped_storage().nbytes() <= CONSTANT_BYTES else None

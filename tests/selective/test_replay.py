@@ -21,7 +21,7 @@ from benchmarks.measure import count_ops, gc_disabled, leaked_bytes, peak_bytes
 from remat import checkpoint_name, disable_remat, is_recomputing, policies, remat, saved_residuals
 from remat._core.known import known_of
 from remat._selective.saved import numbers
-from remat._selective.values import Layout, place_of
+from remat._selective.values import form_of
 from remat.errors import MutationError, RecomputeMismatchError
 
 Fn = Callable[..., Any]
@@ -450,9 +450,7 @@ PARTS: list[Fn] = [lambda x: x[1:], lambda x: x[:3], lambda x: x.T, lambda x: x[
 @pytest.mark.parametrize("make", [*WHOLE, *PARTS])
 def test_hooks_get_a_value_in_its_shape_if_it_fills_its_storage(make: Fn) -> None:
     tensor = make(torch.zeros(4, 6))
-    form = place_of(tensor)[1]
-    assert form is not None
-    assert numbers(tensor, Layout(0, form)).shape == (tensor.shape if make in WHOLE else (24,))
+    assert numbers(tensor, form_of(tensor)).shape == (tensor.shape if make in WHOLE else (24,))
 
 
 def test_hooks_may_return_a_part_of_a_larger_tensor() -> None:
