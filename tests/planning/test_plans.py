@@ -277,11 +277,19 @@ def test_the_least_amount_of_an_error_is_enough(count: int) -> None:
     assert remat.nn.budget(model, least, X[:2], loss=squared, cost="flops").peak <= least
 
 
+class Called(LAYER):
+    """A module with a `__call__` that leads to `forward` by a detour."""
+
+    __call__ = lambda self, x: self.detour(x)
+    detour = nn.Module.__call__
+
+
 def test_modules_that_cannot_be_regions_are_passed_over_with_the_reason() -> None:
-    shared = layer()
+    shared, called = layer(), Called(32, 2, 128, 0.0, batch_first=True)
     script = torch.jit.script(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.GELU()))
-    plan = fitted(nn.Sequential(layer(), shared, nn.Linear(32, 32), shared, script, layer()), 0.8)
-    assert plan.passed_over == {"4": "it is TorchScript"} and "not a region: 4: it is" in str(plan)
+    plan = fitted(nn.Sequential(layer(), shared, nn.Linear(32, 32), shared, script, layer(), called), 0.8)
+    assert plan.passed_over["4"] == "it is TorchScript" and "not a region: 4: it is" in str(plan)
+    assert set(plan.passed_over) == {"4", "6"} and "a `__call__` that doesn't call it" in plan.passed_over["6"]
 
 
 def test_the_calls_of_a_module_that_is_called_more_than_once_are_all_regions_or_none() -> None:

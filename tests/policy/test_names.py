@@ -108,20 +108,14 @@ ANY, EVERYTHING = policies.save_any_names_but_these(), ~policies.save_only_these
 @pytest.mark.parametrize(
     "policy, sines",
     [
-        (ANY, 1),
-        (policies.save_any_names_but_these("h"), 2),
-        (policies.save_any_names_but_these("*"), 2),
-        (policies.offload(ANY), 1),
-        (ANY & policies.save_ops("aten.sin"), 1),
-        (ANY & ~policies.save_ops("aten.sin"), 2),
+        (ANY, 1), (policies.save_any_names_but_these("h"), 2), (policies.save_any_names_but_these("*"), 2),
+        (policies.offload(ANY), 1), (ANY & policies.save_ops("aten.sin"), 1), (ANY & ~policies.save_ops("aten.sin"), 2),
         (ANY | policies.save_ops("aten.exp"), 1),
         (~ANY, 1),  # everything except named values
-        (EVERYTHING, 0),
-        (policies.save_only_these_names(), 2),
-        (~policies.save_anything_except_these_names(), 2),
+        (EVERYTHING, 0), (policies.save_only_these_names(), 2), (~policies.save_anything_except_these_names(), 2),
     ],
     ids=repr,
-)
+)  # fmt: skip
 def test_policies_that_judge_names_and_mention_none(policy: Any, sines: int) -> None:
     x = rand(3)
     for _ in range(2):  # the second time with what the first call has recorded
