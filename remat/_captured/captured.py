@@ -254,7 +254,7 @@ class Captured:
         self.see(partial.keywords, path.attribute("keywords"))
 
     def wrapper(self, value: Any, path: Path) -> None:
-        """A callable object of a library, of which only the wrapped function is visited."""
+        """An object of a library, of which only the wrapped function is visited."""
         self.see(wrapped(value), path.attribute("__wrapped__"))
 
     def module(self, module: nn.Module, path: Path) -> None:
@@ -337,7 +337,7 @@ def visits(cls: Any) -> Visit | None:
             return Captured.tensor
         if not is_library(cls.__module__):
             return Captured.instance
-        if cls.__dictoffset__ and hasattr(cls, "__call__"):  # noqa: B004
+        if cls.__dictoffset__:
             return Captured.wrapper
     return visit
 
