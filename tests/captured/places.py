@@ -56,10 +56,7 @@ OnClass = type("OnClass", (Holder,), {"__init__": lambda self: None})
 class Module(nn.Module):
     def __init__(self, w: Tensor, is_buffer: bool = True) -> None:
         super().__init__()
-        if is_buffer:
-            self.register_buffer("w", w)
-        else:
-            self.w = w
+        self.register_buffer("w", w) if is_buffer else setattr(self, "w", w)
 
     def forward(self, x: Tensor) -> Tensor:
         return work(x, self.w)
@@ -74,18 +71,14 @@ def set_global(w: Tensor) -> None:
     G = w
 
 
-def with_attribute(w: Tensor) -> Callable:
-    fn: Any = lambda x: work(x, fn.w)
+def with_attribute(w: Tensor, wrap: Callable = lambda fn: fn) -> Callable:
+    fn: Any = wrap(lambda x: work(x, fn.w))
     fn.w = w
     return fn
 
 
-def set_w(held: Any, w: Tensor) -> None:
-    held.w = w
-
-
-def set_args(partial: Any, w: Tensor) -> None:
-    partial.__setstate__((partial.func, (w,), partial.keywords, {}))
+set_w: Callable = lambda held, w: setattr(held, "w", w)
+set_args: Callable = lambda partial, w: partial.__setstate__((partial.func, (w,), partial.keywords, {}))
 
 
 def held(make: Callable[[Tensor], Any], read: Callable[[Any], Tensor], put: Callable | None = None) -> Build:
@@ -157,6 +150,7 @@ PLACES: dict[str, tuple[str, Build]] = {
     "keyword default": ("<lambda>.__kwdefaults__['w']", root(
         lambda w: lambda x, *, w=w: work(x, w), lambda fn, w: fn.__kwdefaults__.update(w=w))),
     "function attribute": ("<lambda>.w", root(with_attribute)),
+    "attribute of a library's wrapper": ("<lambda>.w", root(lambda w: with_attribute(w, torch.enable_grad()))),
     "partial": ("self.args[0]", root(lambda w: functools.partial(lambda w, x: work(x, w), w), set_args)),
     "keyword of a partial": ("self.keywords['w']", root(
         lambda w: functools.partial(work, w=w), lambda fn, w: fn.keywords.update(w=w))),

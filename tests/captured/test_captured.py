@@ -5,6 +5,7 @@ The last tests run regions: the tensors of the first run are used again, and cha
 
 import functools
 import gc
+import random
 import re
 import sys
 import types
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 
 from remat import MutationError, remat
 from remat._captured.captured import Captured as find
-from remat._captured.variables import Items, bound
+from remat._captured.captured import visits
+from remat._captured.variables import Copy, Entries, Items, bound
 
 W = torch.ones(2)
 PAIR = (torch.ones(2), 3)
+uses_global: Callable = lambda x: x * W
 
 
 def paths(*roots: Any) -> list[str]:
@@ -35,19 +38,14 @@ def tensors(*roots: Any) -> list[Any]:
     return [value for _, value in find(*roots).tensors]
 
 
-def held_by(value: Any) -> Callable:
+def held_by(held: Any) -> Callable:
     """A function whose variable `held` has this value."""
-    held = value
     return lambda x: held
 
 
 def run_again(found: Any, others: dict[int, Any] | None = None) -> bound:
     """A recompute: variables have the values that were found, but for the tensors in `others`."""
     return bound(found.variables, {**{id(value): value for _, value in found.tensors}, **(others or {})})
-
-
-def uses_global(x: Tensor) -> Tensor:
-    return x * W
 
 
 class Rows(list):
@@ -71,8 +69,8 @@ class Caller:
     def __call__(self, x: Tensor) -> Tensor:
         return self.step(x) * W
 
-    def step(self, x: Tensor) -> Tensor:
-        return uses_global(x) * self.w
+    def step(self, x: Tensor, scale: Tensor = PAIR[0]) -> Tensor:
+        return uses_global(x) * self.w * scale
 
     def unrelated(self) -> Any:
         return PAIR
@@ -91,8 +89,7 @@ class Net(nn.Module):
         return self.layers[1](self.layers[0](x)) * self.scale * W
 
 
-class Sharded(Net, type("FSDPModule", (), {"__module__": "torch.distributed.fsdp"})):  # type: ignore[misc]
-    pass
+Sharded: Any = type("Sharded", (Net, type("FSDPModule", (), {"__module__": "torch.distributed.fsdp"})), {})
 
 
 def hooked() -> nn.Module:
@@ -108,9 +105,10 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "partial in a closure": (lambda: held_by(functools.partial(torch.add, torch.ones(2))), ["held.args[0]"]),
     "partial function": (lambda: functools.partial(held_by(torch.ones(2))), ["closure variable 'held' of self.func"]),
     "generator": (lambda: held_by(torch.Generator()), ["closure variable 'held'"]),
+    "method of a generator": (lambda: held_by(random.Random(0).random), ["held.__self__"]),
     "slots": (Slots, ["self.w", "self._Slots__hidden"]),
     "caller": (Caller, ["self.w", "global 'W'"]),
-    "method of it": (lambda: Caller().step, ["self.w", "global 'W'"]),
+    "method of it": (lambda: Caller().step, ["self.w", "global 'W'", "self.step.__defaults__[0]"]),
     "module": (Net, NET),
     "method of a module": (lambda: Net().forward, NET),
     "hooks": (hooked, [
@@ -119,6 +117,8 @@ CASES: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "parametrized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2, bias=False)), [
         "self.parametrizations.weight.original0", "self.parametrizations.weight.original1"]),
     "wrapper of a library": (lambda: torch.func.vmap(uses_global), ["global 'W'"]),
+    "another function in one": (lambda: torch.overrides.wrap_torch_function(uses_global)(torch.sin), ["global 'W'"]),
+    "doctest of one": (lambda: eval("lambda x: x * w", {"__name__": "torch", "w": torch.ones(2)}), ["global 'w'"]),
     "list with attributes": (lambda: held_by(Rows()), ["held[0]", "held.scale"]),
     "attribute whose name is no identifier": (lambda: held_by(types.SimpleNamespace(**{"a b": W})), ["held['a b']"]),
 }  # fmt: skip
@@ -134,15 +134,25 @@ def test_tensors_are_found_in_every_place_and_named(name: str) -> None:
 def test_tensors_are_replaced_for_a_run_and_put_back_also_after_an_exception(name: str) -> None:
     fn = CASES[name][0]()
     before = tensors(fn)
-    others = {id(v): v if isinstance(v, torch.Generator) else v.detach() + 1 for v in before}
+    others = {id(v): v.detach() + 1 if isinstance(v, Tensor) else v for v in before}
     with pytest.raises(ZeroDivisionError), run_again(find(fn), others):
         assert [*map(id, tensors(fn))] == [id(others[id(v)]) for v in before]
         raise ZeroDivisionError
     assert [*map(id, tensors(fn))] == [*map(id, before)]
 
 
+def test_modules_and_buffers_are_listed() -> None:
+    found = find(net := Net())
+    assert [str(path) for path, _ in found.modules()] == ["self", "self.layers", "self.layers[0]", "self.layers[1]"]
+    assert found.buffers == {id(net.scale)}
+
+
 def test_fsdp_replaces_the_parameters_of_its_modules() -> None:
-    assert sorted(paths(Sharded())) == ["global 'W'", "self.extra[0]", "self.scale"]
+    net = Sharded()
+    net.view = torch.ones(2)  # of a parameter
+    assert sorted(paths(net)) == ["global 'W'", "self.extra[0]", "self.scale"]
+    holders = [each.holder for each in find(nn.Sequential(net)).variables]
+    assert not any(holder is vars(each) for holder in holders for each in (net, net.scale))
 
 
 def test_a_tensor_in_two_places_is_found_once() -> None:
@@ -152,6 +162,8 @@ def test_a_tensor_in_two_places_is_found_once() -> None:
     layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     vars(layers[1])["_parameters"] = vars(layers[0])["_parameters"]
     assert paths(layers) == ["self[0].weight", "self[0].bias"]
+    number = 1
+    assert len(find(lambda x: number, lambda x: len(number)).variables) == 3  # with the attributes of both functions
 
 
 tanh = torch.ones(2)
@@ -164,24 +176,21 @@ def test_all_roots_are_searched_and_an_attribute_is_no_global_of_its_name() -> N
 
 
 def test_odd_objects_cause_no_error() -> None:
-    class Odd:
-        __slots__ = ()
-
-        def __getattr__(self, name: str) -> Any:
-            raise ZeroDivisionError(name)
-
+    odd = type("Odd", (), {"__slots__": (), "__getattr__": lambda self, name: 1 // 0})()
     scripted = torch.jit.script(nn.Linear(2, 2))
     number = type("Number", (complex,), {})(1j)  # the slots of its base are read-only
-    held = [Odd(), torch.ops.aten.mm, torch.ops.aten.mm.default, Slots, scripted, number, OrderedDict(w=W)]
-    assert paths(lambda x: held) == ["held[6]['w']"]
+    bare = nn.Identity.__new__(nn.Identity)
+    held = [odd, torch.ops.aten.mm, torch.ops.aten.mm.default, Slots, scripted, number, bare, OrderedDict(w=W)]
+    assert paths(lambda x: held) == ["held[7]['w']"]
     with run_again(find(lambda x: held)):
         pass
 
 
 def test_libraries_classes_and_sets_are_not_searched() -> None:
     vjp = torch.func.vjp(torch.sin, torch.ones(2))[1]
-    assert find(vjp).variables == []  # nor are their variables restored
-    sets = [torch.Tensor, Slots, {W}, frozenset({W})]
+    assert find(vjp).variables == find(re.sub).variables == []  # nor are their variables restored
+    lazy: Any = type("Lazy", (types.ModuleType,), {})("lazy")
+    sets, lazy.w = [torch.Tensor, Slots, {W}, frozenset({W}), lazy], W
     for fn in (torch.relu, nn.functional.relu, lambda x: x * sys.maxsize, 3, vjp, held_by(vjp), held_by(sets)):
         assert tensors(fn) == []
 
@@ -207,21 +216,42 @@ def test_a_long_container_is_data_if_its_first_entries_are(kind: Any, before: in
     assert paths(lambda x: held) == [f"held[{before}]"] * found
 
 
-@pytest.mark.parametrize("size, restored", [(1000, True), (1001, False)])
-def test_numbers_of_a_module_are_restored_unless_they_are_many(size: int, restored: bool) -> None:
-    module = nn.Identity()
-    module.table, module.numbers = dict.fromkeys(range(size), 1), [1] * size
+@pytest.mark.parametrize("item, size, restored", [(1, 1000, True), (1, 1001, False), (W, 1001, True)])
+def test_numbers_of_a_module_are_restored_unless_they_are_many(item: Any, size: int, restored: bool) -> None:
+    module, row = nn.Identity(), (*[1] * 32, W)
+    module.table, module.numbers, module.row = dict.fromkeys(range(size), item), [item] * size, row
     found = find(module)
     module.table[0] = module.numbers[0] = 2
     with run_again(found):
-        assert (module.table[0], module.numbers[0]) == ((1, 1) if restored else (2, 2))
+        assert (module.table[0], module.numbers[0]) == ((item, item) if restored else (2, 2))
     assert (module.table[0], module.numbers[0]) == (2, 2)
+    module.table, module.numbers, module.row = {}, [], None
+    with run_again(found):
+        assert len(module.table) == len(module.numbers) == size and module.row is row
+
+
+def test_a_recompute_while_a_dict_is_iterated_over() -> None:
+    numbers = OrderedDict(a=1, b=1)
+    found = find(held_by(numbers))
+    for key in numbers:  # an error if it was cleared
+        numbers[key] = 2
+        with run_again(found):
+            assert numbers == {"a": 1, "b": 1}
+
+
+def test_a_container_of_another_class_at_the_same_address_is_not_filled() -> None:
+    copy, holder = Copy([1], {0: 1}), {"held": {}}
+    copy.address = id(holder["held"])
+    with bound([Entries(holder, {"held": copy})], {}):
+        assert holder == {"held": [1]}
+    assert holder == {"held": {}}
 
 
 def test_classes_that_are_made_at_run_time_are_freed() -> None:
     """As those of parametrized modules, which may hold tensors."""
     local = type("Local", (nn.Linear,), {"__call__": lambda self, x: x})
     find(local(2, 2), held_by(type("Object", (local,), {})(2, 2)))
+    assert {type(None), nn.Parameter} <= visits.keys()  # these are remembered
     watched = weakref.ref(local)
     del local
     gc.collect()
@@ -238,21 +268,17 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
     "an attribute is deleted": (Caller, lambda caller: delattr(caller, "w")),
     "a parameter is replaced": (Net, lambda net: setattr(net.layers[0], "weight", nn.Parameter(torch.zeros(2, 2)))),
     "a layer is removed": (lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), lambda net: net.pop(0)),
-    "defaults are removed": (
-        lambda: lambda x, w=W, *, b=PAIR[0]: x * w + b,
-        lambda fn: (setattr(fn, "__defaults__", None), setattr(fn, "__kwdefaults__", None)),
-    ),
+    "defaults are removed": (lambda: lambda x, w=W, *, b=PAIR[0]: x * w + b, lambda fn: (
+        setattr(fn, "__defaults__", None), setattr(fn, "__kwdefaults__", None))),
     "a key is renamed": (lambda: held_by({"w": torch.ones(2)}), lambda fn: of(fn).update(v=of(fn).pop("w"))),
     "a list gets shorter": (lambda: held_by([torch.ones(2), torch.ones(2)]), lambda fn: of(fn).pop()),
     "a list gets longer": (lambda: held_by([torch.ones(2)]), lambda fn: of(fn).append(torch.ones(2))),
     "an item is replaced": (lambda: held_by([torch.ones(2), 1]), lambda fn: of(fn).__setitem__(0, torch.zeros(2))),
     "another tuple": (lambda: held_by((torch.ones(2), 1)), lambda fn: setattr(cell(fn), "cell_contents", (W, 1, 2))),
     "a variable is emptied": (lambda: held_by(torch.ones(2)), lambda fn: delattr(cell(fn), "cell_contents")),
-    "a partial gets other arguments": (
-        lambda: functools.partial(torch.add, torch.ones(2), alpha=2),
-        lambda fn: fn.__setstate__((fn.func, (torch.zeros(2),), {}, {"note": "kept"})),
-    ),
-}
+    "a partial gets other arguments": (lambda: functools.partial(torch.add, torch.ones(2), alpha=2), lambda fn: (
+        fn.__setstate__((fn.func, (torch.zeros(2),), {}, {"note": "kept"})))),
+}  # fmt: skip
 
 
 def identities(fn: Any) -> list[tuple[str, int]]:
@@ -275,13 +301,10 @@ def test_a_run_finds_what_the_first_run_found(name: str) -> None:
 
 
 def test_variables_are_put_back_if_one_of_them_cannot_be_set() -> None:
-    class Broken(Items):
-        def put(self, values: dict) -> None:
-            raise ZeroDivisionError
-
+    broken: Any = type("Broken", (Items,), {"put": lambda self, values: 1 // 0})([1], {0: 2})
     holder = Caller()
     found, holder.me = find(holder), None
-    with pytest.raises(ZeroDivisionError), bound([*found.variables, Broken([1], {0: 2})], {}):
+    with pytest.raises(ZeroDivisionError), bound([*found.variables, broken], {}):
         pass
     assert holder.me is None
 
