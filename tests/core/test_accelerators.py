@@ -37,9 +37,7 @@ CURRENT = [MAIN]
 
 def taken() -> list[str]:
     """What was noted since the last call of this function."""
-    found = [*NOTES]
-    NOTES.clear()
-    return found
+    return [NOTES.pop(0) for _ in range(len(NOTES))]
 
 
 @pytest.fixture(autouse=True)

@@ -34,8 +34,8 @@ READABLE = [(size_text, 1023, "1023 B"), (size_text, 2**20 - 1, "1 MiB"), (size_
             (partial(percent_text, 1), 0, ""), (partial(percent_text, 0), 3, ""), (flops_text, 12, "12 FLOP"),
             (flops_text, 999_960, "1 MFLOP"), (flops_text, 12_345_678, "12.3 MFLOP"),
             (flops_text, 0, "0"), (size_text, -2048, "-2 KiB"), (partial(count_text, what="row"), 1, "1 row"),
-            (partial(count_text, what="row"), 0, "0 rows"),
-            (partial(aligned, align="<"), ["ab1", "c10"], ["a  b  1", "c  1  0"])]  # fmt: skip
+            (partial(count_text, what="row"), 0, "0 rows"), (partial(aligned, align="<"), [
+                ["a", "", "b", "1"], ["c", "", "1", "0"]], ["a  b  1", "c  1  0"])]  # fmt: skip
 
 
 @pytest.mark.parametrize(("text", "number", "expected"), READABLE)

@@ -118,23 +118,20 @@ def test_a_pass_releases_what_the_reader_before_has_read(monkeypatch: pytest.Mon
     assert emptied == ["all slots"]
 
 
-def live(memory: PeakMemory, x: Tensor) -> int:
-    return memory.live // x.nbytes
-
-
 @both
 @pytest.mark.parametrize("retain", [False, True])
 def test_values_live_as_long_as_a_pass_can_need_them(module: Any, retain: bool) -> None:
     x = rand(64)
     with gc_disabled(), PeakMemory() as memory:
+        live = lambda: memory.live // x.nbytes
         first, second = module.checkpoint(two, x, use_reentrant=False)
-        assert live(memory, x) == 2
+        assert live() == 2
         with module.GraphExecGroup() as group:
             grad(first, x, retain_graph=True)
-            assert live(memory, x) == 3  # what the second pass needs
+            assert live() == 3  # what the second pass needs
             grad(second, x, retain_graph=retain)
-            assert live(memory, x) == 2
+            assert live() == 2
         del group
-        assert live(memory, x) == 2
+        assert live() == 2
         del first, second
-        assert live(memory, x) == 0
+        assert live() == 0

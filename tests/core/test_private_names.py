@@ -125,6 +125,14 @@ def test_a_carried_value_has_one_reference(monkeypatch: pytest.MonkeyPatch) -> N
     assert stolen == [id(value)] and sys.getrefcount(value) == before + 1
 
 
+def test_hooks_that_a_tensor_gets_are_called_once() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    for tensor in (x, y):
+        private.set_backward_hooks(tensor, {0: lambda grad: grad * 3})
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == [18, 18]
+
+
 def test_what_tracers_show_and_values_between_modifications() -> None:
     found: list[tuple] = []
 

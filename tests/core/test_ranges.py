@@ -34,9 +34,7 @@ def layer(x: Tensor) -> Tensor:
     return (x @ W).sin().exp()
 
 
-class Scaled:
-    def __call__(self, x: Tensor) -> Tensor:
-        return layer(x) * 2
+Scaled: Any = type("Scaled", (), {"__call__": lambda self, x: layer(x) * 2})
 
 
 def profiler() -> profile:
