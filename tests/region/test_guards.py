@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from accelerator import each_device
 from cases import Wrap, assert_same, assert_same_results, gradient, plain, rand
 from host_copies import Copies
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from remat import MutationError, policies, remat
 from remat.compat import checkpoint_wrapper
@@ -48,10 +50,7 @@ def through_data(s: Tensor) -> Tensor:
     return s.data.add_(1)
 
 
-def own_elements(x: Tensor, s: Tensor) -> Tensor:
-    return (x[:2] * s.as_strided((2,), (s.stride(0),))).sin()
-
-
+own_elements = lambda x, s: (x[:2] * s.as_strided((2,), (s.stride(0),))).sin()
 LAYOUTS: dict[str, tuple[Callable[[], Tensor], Callable]] = {
     "gaps": (lambda: arange(4, 6)[:, :3], own_elements),
     "values in gaps": (
@@ -154,6 +153,13 @@ def test_tensors_up_to_a_size_are_copied_before_the_region_changes_them(size: st
 def test_a_region_may_change_large_tensors_that_share_memory_if_no_backward_follows() -> None:
     fn, x = lambda x, a, b: a.mul_(2).sum() * b.mul_(3).sum() * x, rand(3)
     assert_same(*(f(x, *torch.ones(200, 99).split(100)) for f in (remat(fn), fn)))
+
+
+@pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])
+def test_whether_a_tensor_without_data_has_changed_is_not_asked(mode: Any) -> None:
+    with mode:
+        x, s = torch.ones(3, requires_grad=True), torch.ones(3)
+        assert gradient(remat(lambda x, s: (x * s).sin() * s), x, s).shape == (3,)
 
 
 def test_activations_alone_are_offloaded(far: Copies) -> None:
@@ -281,9 +287,9 @@ def hooks_of_inputs(wrap: Wrap) -> Any:
 
 
 def attributes_of_parameters(wrap: Wrap) -> Any:
-    w, x = nn.Parameter(rand(3).detach()), rand(3, seed=1)
-    w.scale = 3.0
-    out = wrap(lambda x, w: (x * w * w.scale if isinstance(w, nn.Parameter) else x).sin().exp())(x, w)
+    w, v, x = nn.Parameter(rand(3).detach()), rand(3), rand(3, seed=1)
+    w.scale, key = 3.0, id(v)  # the captured parameter itself is used
+    out = wrap(lambda x, w: (x * w * w.scale if isinstance(w, nn.Parameter) and id(v) == key else x).sin().exp())(x, w)
     return torch.autograd.grad(out.sum(), (x, w))
 
 
@@ -349,6 +355,19 @@ def test_state_that_changes_is_as_it_was_in_a_recompute_and_changes_once(name: s
     assert_same_results(PROGRAMS[name], wrap, plain)
 
 
+@pytest.mark.filterwarnings("ignore:A region with a policy is inside")
+@every_way
+def test_a_captured_dual_tensor_is_as_it_was_after_its_level(wrap: Wrap) -> None:
+    def program(wrap: Wrap) -> Any:
+        x = rand(3)
+        with fwAD.dual_level():
+            dual = fwAD.make_dual(x.detach(), x.detach().cos())
+            tangent = fwAD.unpack_dual(wrap(lambda x: (x.sin() * dual).exp())(x))[1]
+        return torch.autograd.grad(tangent.sum(), x)
+
+    assert_same(program(wrap), program(plain))
+
+
 inferred = torch.inference_mode()(lambda: torch.ones(3))  # it has no version counter, but a checksum
 
 # Each calls a region, and returns the result and a tensor that then changes. More places are in `tests/captured`.
@@ -405,12 +424,7 @@ def test_a_change_between_forward_and_backward_is_an_error(name: str) -> None:
 # --- views made under no_grad of a tensor that requires grad ----------------------------------------------------------
 # They report `requires_grad`, but get no gradient. Operations save fewer tensors for them.
 
-
-def row(x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return x[0]
-
-
+row = torch.no_grad()(lambda x: x[0])
 BODIES: dict[str, Callable[[Wrap], Callable]] = {
     "product": lambda wrap: lambda v, w: (v * w).sin(),
     "a region inside": lambda wrap: lambda v, w: wrap(lambda a: (a * w).tanh())(v).sin(),

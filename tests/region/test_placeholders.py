@@ -149,5 +149,7 @@ def test_placeholders_of_other_sizes() -> None:
 
     region = remat(fn, policy=NAMES)
     assert_same(derivatives(region, 256), derivatives(fn, 256))
+    with torch.device("meta"):
+        assert derivatives(region, 256)[1].shape == (256, 256)
     with FakeTensorMode(), pytest.warns(RematWarning, match="Under FakeTensorMode a policy saves nothing"):
         assert derivatives(region, 256)[1].shape == (256, 256)

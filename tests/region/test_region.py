@@ -19,7 +19,7 @@ from cases import Wrap, assert_same, assert_same_results, in_threads, plain, ran
 from side_by_side import Runs
 from surroundings import assert_as_before, surroundings
 from torch import Tensor, nn
-from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 from benchmarks.measure import PeakMemory, count_ops, gc_disabled, held_bytes
@@ -240,6 +240,15 @@ def test_a_region_that_calls_a_transform_starts_again_as_if_it_had_not_run(trans
     assert_same_results(run, remat(policy=policy), plain, exact=False)
 
 
+@pytest.mark.filterwarnings("ignore:The policy", "ignore:A region with a policy is inside")
+def test_a_region_that_starts_again_repeats_no_verdicts_of_the_abandoned_run() -> None:
+    asked = deque[bool]()  # which isn't restored
+    first, second = map(remat(policy=lambda *_, **__: bool(asked.append(is_recomputing()))), (torch.sin, torch.exp))
+    region = remat(lambda x: second(torch.func.grad(lambda x: first(x).sum())(first(x))))
+    torch.func.grad(lambda x: region(x).sum())(rand(3, grad=False))
+    assert len(asked) > 3 and not any(asked)
+
+
 def test_a_recompute_waits_for_another_until_that_runs_a_backward_pass() -> None:
     """The backward pass may need the thread that waits, as for the nodes of another device."""
     waits, ended, in_time = threading.Event(), threading.Event(), []
@@ -321,13 +330,6 @@ def test_a_hook_on_what_requires_grad_in_the_recompute_only_is_refused() -> None
         program(remat)
 
 
-def test_a_sparse_argument_under_hooks() -> None:
-    fn, x, sparse = lambda x, s: (x * s.to_dense()).sin().exp(), rand(3), torch.eye(3).to_sparse()
-    with saved_tensors_hooks(lambda t: t, lambda t: t):
-        out = remat(fn)(x, sparse)
-    assert_same(torch.autograd.grad(out.sum(), x), torch.autograd.grad(fn(x, sparse).sum(), x))
-
-
 def test_an_inner_region_saves_nothing_that_the_outer_one_has_made() -> None:
     def outer(x: Tensor) -> Tensor:
         module.constant = x.detach().exp()
@@ -338,9 +340,10 @@ def test_an_inner_region_saves_nothing_that_the_outer_one_has_made() -> None:
     module, x = nn.Module(), rand(64, 64)
     inner = remat(lambda y: (y * module.constant).sin().exp())
     assert held_bytes(remat(outer), x) == x.nbytes
-    weight = nn.Parameter(torch.ones(64))
-    region = remat(lambda x: (x * weight).exp())
-    assert count_ops(by_autograd(region, x))["aten.clone"] == 0  # nor copies parameters
+    weight, long = nn.Parameter(torch.ones(64)), torch.ones(2**18 + 1)
+    region = remat(lambda x: (x * weight * long[0]).exp())
+    assert count_ops(by_autograd(region, x))["aten.clone"] == 0  # nor copies parameters, nor long vectors
+    assert held_bytes(remat(lambda x: (x[:, :4] * C).sum()), x) == 8  # the copy of a constant ends with the first run
     assert "weight" in str([row.source for row in saved_residuals(region, x, inputs=True)])  # it is listed all the same
     module.mask = nn.Buffer(rand(64, 64, grad=False))
     assert count_ops(remat(lambda x: (x * module.mask).exp()), x)["aten.equal"] == 0  # nor compares large buffers
@@ -426,11 +429,13 @@ def test_each_region_says_once_what_it_saves(differentiate: Callable, caplog: py
     assert not caplog.records and "policy=policies.save_ops(torch.ops.aten.mm)" in repr(region)
     with caplog.at_level(logging.DEBUG, "remat"):
         differentiate(region, rand(2, 4))
+        remat(lambda: torch.ones(2))()
     texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == 2 and all(record.name == "remat" for record in caplog.records)
+    assert len(texts) == 3 and all(record.name == "remat" for record in caplog.records)
     assert "argument y float64[" in texts[0] and "values, 0 B: none" in texts[0]
     assert "<lambda> called at" in texts[1] and "argument x float64[" in texts[1]
     assert "captured global 'W' float64[4, 4]" in texts[1] and "aten.mm.default at" in texts[1]
+    assert texts[2].endswith("saves inputs, 0 B: none; and values, 0 B: none")
 
 
 @pytest.mark.parametrize("is_leaf", [False, True])

@@ -392,9 +392,10 @@ def through_edges(wrap: Wrap) -> tuple:
     return grad(out, edges, retain_graph=True), grad(out, edges[1:])
 
 
-HOOKS = Hooks()
+HOOKS, EYE = Hooks(), torch.eye(4).to_sparse()
 SCALED = rand(4, 4, seed=2, grad=False)
 scaled = lambda x, w: (x @ w * SCALED).sin()
+with_a_sparse_argument = lambda wrap: lambda x, w: wrap(lambda x, w, s: (x @ w * s.to_dense()).sin())(x, w, EYE)
 LAYOUTS = Tensor.t, lambda x: torch.cat([x, x])[::2], lambda x: x.t().expand(2, 4, 4).transpose(0, 1)
 OTHER_KINDS = Tensor.float, Tensor.flatten, partial(Tensor.to, device="meta"), Tensor.tolist
 ROWS: dict[str, list[Check]] = {
@@ -406,7 +407,7 @@ ROWS: dict[str, list[Check]] = {
     "`saved_tensors_hooks` around": [
         agree(region(block), around=Hooks),
         packed_once(HOOKS, region(block), region(block), around=HOOKS),
-        captured_tensors_with_a_history_are_packed,
+        captured_tensors_with_a_history_are_packed, agree(with_a_sparse_argument, around=Hooks),
     ],
     "hooks in hooks around": [agree(region(block), around=hooks_in_hooks)],
     "hooks around an outer region": [
@@ -435,23 +436,16 @@ ROWS: dict[str, list[Check]] = {
     ],
     "hooks around that round": [
         lambda wrap: torch.testing.assert_close(
-            differentiated(around=rounding)(wrap), differentiated()(plain), rtol=1e-4, atol=1e-4
-        )
+            differentiated(around=rounding)(wrap), differentiated()(plain), rtol=1e-4, atol=1e-4),
     ],
     "hooks inside that round": [agree(region(block_with(rounding)))],
     "hooks around that give back another shape, dtype or device": [
-        refuses(
-            RematError,
-            r"float64\[4, 4\] and unpacked .* let the unpack hook convert it back",
-            *(differentiated(around=partial(Hooks, there)) for there in OTHER_KINDS),
-        )
+        refuses(RematError, r"float64\[4, 4\] and unpacked .* let the unpack hook convert it back",
+                *(differentiated(around=partial(Hooks, there)) for there in OTHER_KINDS)),
     ],
     "a pack hook around that changes its input in place": [
-        refuses(
-            MutationError,
-            r"pack hook .* changed a tensor, float64\[4, 4\], in place",
-            differentiated(around=lambda: Hooks(lambda tensor: tensor.detach().zero_())),
-        )
+        refuses(MutationError, r"pack hook .* changed a tensor, float64\[4, 4\], in place",
+                differentiated(around=lambda: Hooks(lambda tensor: tensor.detach().zero_()))),
     ],
     "hooks that raise": [hooks_that_raise],
     "`disable_saved_tensors_hooks` around": [refused_before_anything_runs, agree(region(block))],
@@ -478,19 +472,13 @@ ROWS: dict[str, list[Check]] = {
         right_or_refused(differentiated(changes, Hooks)),  # the same holds for any hooks that save a copy
     ],
     "`grad_fn._raw_saved_*.register_hooks` on what a region saved": [
-        refuses(
-            RuntimeError,
-            "whose hooks have already been set",
-            lambda wrap: wrap(block)(*leaves()).grad_fn._raw_saved_self.register_hooks(torch.clone, torch.clone),
-        )
+        refuses(RuntimeError, "whose hooks have already been set",
+                lambda wrap: wrap(block)(*leaves()).grad_fn._raw_saved_self.register_hooks(torch.clone, torch.clone)),
     ],
     "`allow_mutation_on_saved_tensors`: a change of a captured tensor after the region": [
-        refuses(
-            MutationError,
-            "captured global 'SCALED' was changed in place between",
-            mutating(scaled, change=lambda out, argument: (SCALED.zero_(), out)[1]),
-            mutating(scaled, change=lambda out, argument: (increment_version(SCALED), out)[1]),
-        )
+        refuses(MutationError, "captured global 'SCALED' was changed in place between",
+                mutating(scaled, change=lambda out, argument: (SCALED.zero_(), out)[1]),
+                mutating(scaled, change=lambda out, argument: (increment_version(SCALED), out)[1])),
     ],
     "hooks around `torch.func.grad`": [
         refuses(RuntimeError, "support saved tensor hooks", lambda wrap: func_grad(wrap(block), Hooks))
@@ -510,14 +498,11 @@ ROWS: dict[str, list[Check]] = {
     "`Node.register_hook`, `Node.register_prehook`": [fire_alike(on_nodes_inside, on_nodes)],
     "`get_gradient_edge`": [same(through_edges)],
     "`increment_version`": [
-        refuses(
-            MutationError,
-            r"argument x was changed in place between .* `\.clone\(\)`",
-            differentiated(change=lambda out, argument: (increment_version(argument), out)[1]),
-        ),
+        refuses(MutationError, r"argument x was changed in place between .* `\.clone\(\)`",
+                differentiated(change=lambda out, argument: (increment_version(argument), out)[1])),
         agree(region(lambda x, w: (increment_version(x.detach().clone()), block(x, w))[1])),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The policy")
