@@ -96,7 +96,7 @@ class Inputs:
     def name(self, i: int) -> str:
         """The name of the i-th operand in errors; larger numbers are those of the operands' derivatives."""
         given = {index for _, index in self.arguments.uses}
-        captured = {index: f"captured {path}" for path, index in self._bindings.values() if index not in given}
+        captured = {index: f"captured {path}" for path, index in self._bindings.values()}
         if i in given:
             return self.arguments.name(self.fn, i)
         return captured[i] if i in captured else f"the derivative of {self.name(i % len(given | captured.keys()))}"
