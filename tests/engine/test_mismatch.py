@@ -96,7 +96,9 @@ def test_the_error_says_what_differs_and_where(name: str) -> None:
 def test_without_a_check_or_after_the_early_stop_nothing_is_compared(fn: Callable, early_stop: bool) -> None:
     assert backward(remat(fn, determinism_check="none", early_stop=early_stop)).shape == (3,)
     moved = lambda x: x.sin().as_strided((3, 1), (1, 1 + is_recomputing())).exp()  # of a dimension without extent
-    assert_same(backward(remat(moved)), backward(moved))
+    cut = lambda x: x * (x.sin().detach() if is_recomputing() else x.sin())  # as a backward pass inside may do
+    for f in (moved, cut):
+        assert_same(backward(remat(f)), backward(f))
     stops = remat(lambda x: (x.sin().exp(), fn(x).detach())[0])
     assert_same(backward(stops), backward(lambda x: x.sin().exp()))
 

@@ -157,21 +157,16 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     assert peak_bytes(lambda: grad(chain(x, w, torch.ones_like(x).detach()), (x, w))) < 14 * KB  # not all products
 
 
-def shares_a_product(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    h = x @ w
-    return h.sin().exp(), h.cos().exp()
-
-
 def test_two_passes_in_a_group_can_read_what_a_policy_saves() -> None:
     """Both need the product. Other values can't be read by both."""
-    runs = Runs(shares_a_product)
+    runs = Runs(lambda x, w: ((h := x @ w).sin().exp(), h.cos().exp()))
     first, second = saving(runs)(X, W)
     with GraphExecGroup():
         found = grad(first, X, retain_graph=True), grad(second, X, retain_graph=True)
         assert runs.count == 2
         with pytest.raises(RematError, match="need the same value"):
             grad(first, X)
-    assert_same(found, tuple(grad(out, X, retain_graph=True) for out in shares_a_product(X, W)))
+    assert_same(found, tuple(grad(out, X, retain_graph=True) for out in runs.fn(X, W)))
 
 
 def test_a_batched_pass_recomputes_once() -> None:
@@ -180,6 +175,8 @@ def test_a_batched_pass_recomputes_once() -> None:
     batched = lambda fn: torch.autograd.grad(fn(X, W), (X, W), rows, is_grads_batched=True)
     assert_same_results(batched, remat(runs), runs.fn)
     assert runs.count == 2
+    mapped = lambda fn: torch.vmap(torch.func.grad(lambda x: fn(x, W.detach()).sum()), randomness="same")(X.detach())
+    assert_same_results(mapped, remat(runs), runs.fn, exact=False)
 
 
 def without_graph(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:

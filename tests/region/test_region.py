@@ -249,6 +249,16 @@ def test_a_region_that_starts_again_repeats_no_verdicts_of_the_abandoned_run() -
     assert len(asked) > 3 and not any(asked)
 
 
+def test_an_outer_region_forgets_an_inner_recompute_that_starts_again() -> None:
+    """It compares a step of a norm, which the recompute of the outer region skips."""
+    norm = lambda x: nn.functional.rms_norm(x, (4,))
+    inner = remat(norm, policy=policies.everything_saveable)
+    middle = remat(lambda x: inner(x).sin(), determinism_check="values")
+    outer, x = remat(lambda x: middle(x) * C, policy=policies.save_ops("aten.mul")), rand(4)
+    grads = [torch.func.grad(lambda x: total(f(x)))(x) for f in (outer, lambda x: norm(x).sin() * C)]
+    assert_same(*(torch.autograd.grad(total(g), x) for g in grads), exact=False)
+
+
 def test_a_recompute_waits_for_another_until_that_runs_a_backward_pass() -> None:
     """The backward pass may need the thread that waits, as for the nodes of another device."""
     waits, ended, in_time = threading.Event(), threading.Event(), []

@@ -51,12 +51,8 @@ def block_with(context: Callable) -> Callable:
     return lambda x, w: block(x, w, context)
 
 
-def noisy(x: Tensor, w: Tensor) -> Tensor:
-    return block(x, w) * torch.rand(4, dtype=x.dtype)
-
-
-def calls_func(x: Tensor, w: Tensor) -> Tensor:
-    return torch.func.grad(lambda x: (x @ w).sin().sum())(x.tanh()) @ w
+noisy = lambda x, w: block(x, w) * torch.rand(4, dtype=x.dtype)
+calls_func = lambda x, w: torch.func.grad(lambda x: (x @ w).sin().sum())(x.tanh()) @ w
 
 
 def func_grad(fn: Callable, around: Callable = nullcontext) -> Tensor:
@@ -426,8 +422,7 @@ ROWS: dict[str, list[Check]] = {
         unpacked_as_often_as_without_a_region,
     ],
     "hooks around and inside": [
-        agree(region(block_with(pinned)), around=pinned),
-        agree(region(block_with(hooks_in_hooks)), around=hooks_in_hooks),
+        *(agree(region(block_with(hooks)), around=hooks) for hooks in (pinned, hooks_in_hooks)),
     ],
     "hooks active only in the backward pass": [
         agree(region(block), region_in_region(block_with(hooks_in_hooks)), backward=Hooks),
