@@ -69,7 +69,7 @@ class Careless(nn.Module):
         self.norm.register_buffer("more", torch.ones(1))
         self.weight.register_hook(print)
         self.frozen.requires_grad_(True)
-        self.mean += 1
+        self.mean.add_(1).mul_(2)
         self.moved.data = torch.ones(3)
         self.reshaped.unsqueeze_(0)
         self.grown += 1

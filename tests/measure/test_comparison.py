@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from cases import Case, cases, rand
+from cases import Case, cases, rand, repeated
 from measured import loss, per_sample, readme
 from torch import Tensor, nn
 from torch.func import functional_call, grad
@@ -34,21 +34,18 @@ class Net(nn.Module):
 
 
 BY_ONE, STATE = "3 of 3 numbers differ, by up to 1", "is in a different state after the run"
+NONE = "a tensor of shape [3] without remat, None with it"
+TYPES = "result: {}[3] on {} without remat, {}[3] on {} with it"
 # Functions of two floating-point tensors and an integer one, and a difference between their runs.
 DIFFERENT: dict[str, tuple[Callable[..., Any], str]] = {
     "values": (lambda w, x, n: x.sin() + off(), f"result: {BY_ONE}"),
-    "a gradient": (
-        lambda w, x, n: w * (x if off() else x.detach()),
-        "gradient of argument x: a tensor of shape [3] without remat, None with it",
-    ),
+    "a gradient": (lambda w, x, n: w * (x if off() else x.detach()), f"gradient of argument x: {NONE}"),
     "no gradient": (lambda w, x, n: x if off() else n, "gradient of argument w: exists only without remat"),
     "a key": (lambda w, x, n: {"a": x} | ({} if off() else {"b": x}), "result['b']: exists only with remat"),
     "a plain value": (lambda w, x, n: (x, off()), "result[1]: True without remat, False with it"),
     "a type": (lambda w, x, n: (x, 1 if off() else 1.0), "result[1]: 1 without remat, 1.0 with it"),
-    "a dtype": (
-        lambda w, x, n: x if off() else x.float(),
-        "result: float64[3] on cpu without remat, float32[3] on cpu with it",
-    ),
+    "a dtype": (lambda w, x, n: x if off() else x.float(), TYPES.format("float64", "cpu", "float32", "cpu")),
+    "a device": (lambda w, x, n: n if off() else n.to("meta"), TYPES.format("int64", "cpu", "int64", "meta")),
     "an argument": (lambda w, x, n: n.add_(1 + off()) * x, "argument n after the run: 3 of 3 numbers differ"),
     "a change": (Net(lambda m: off() and m.mean.add_(1)), "self.mean after the run: exists only without remat"),
     "a buffer": (Net(lambda m: m.mean.add_(1 + off())), f"self.mean after the run: {BY_ONE}"),
@@ -73,6 +70,7 @@ SAME: dict[str, tuple[Callable[..., Any], tuple[int, int, int]]] = {
     "plain values": (lambda w, x, n: (x.sum(), x.to(torch.complex64), "text", None, math.nan), (5, 2, 0)),
     "objects of a class": (lambda w, x, n: (x, object()), (2, 2, 0)),
     "not a number": (lambda w, x, n: x.sin().log(), (1, 2, 0)),
+    "many paths": (lambda w, x, n: repeated(lambda x: x + x, 60)(x) * 2.0**-60, (1, 2, 0)),
     "noise": (lambda w, x, n: nn.functional.dropout(x).sin() * torch.rand(3), (1, 2, 0)),
     "an argument": (lambda w, x, n: n.add_(1) * x, (1, 2, 1)),
     "a buffer": (Net(lambda m: m.mean.add_(1)), (1, 2, 1)),
@@ -197,12 +195,9 @@ def test_a_tensor_that_a_module_stores_in_a_transform_is_compared() -> None:
             self.last = self.kept(y)
             return y.exp().sum()
 
-    programs: list[tuple[Callable, Callable]] = [
-        (lambda y: y, torch.vmap),
-        (torch.detach, grad),
-        (torch.detach, lambda fn: torch.vmap(grad(fn))),
-    ]
-    for kept, transform in programs:
+    same: Callable = lambda y: y
+    per_sample: Callable = lambda fn: torch.vmap(grad(fn))
+    for kept, transform in ((same, torch.vmap), (torch.detach, grad), (torch.detach, per_sample)):
         result = check(Keeps(kept), rand(2, 3), transform=transform)
         assert result and result.counts == {"result": 1, "gradient": 0, "changed tensor": 1}
     result = check(Keeps(lambda y: y * (1 + off())), rand(2, 3), transform=torch.vmap)

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from time import sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.func import functional_call, grad
 
 import remat
-from benchmarks.measure import count_flops, gc_disabled, held_bytes, peak_bytes
+from benchmarks.measure import PeakMemory, count_flops, gc_disabled, held_bytes, peak_bytes
 from remat import policies
 from remat._measure.costs import Costs, distinct
 
@@ -157,6 +158,7 @@ def test_notes() -> None:
         assert "one region" not in str(remat.report(net, torch.ones(2, 64), **options))
     for given, said in (([None], True), ([], False)):
         assert ("No other row is better" in str(remat.report(torch.sin, rand(3), policies=given))) is said
+    assert remat.report(torch.neg, torch.arange(3), policies=[]).plain.forward_operations  # which save nothing
     last = str(remat.report(torch.sin, rand(3))).splitlines()[-1]
     assert last == "FLOPs are those of matrix products, convolutions and attention; this program has none."
 
@@ -183,6 +185,7 @@ def test_a_plot_has_each_row(report: remat.Report) -> None:
     best = [(row.recomputed_flops, row.peak_bytes) for row in reversed(report.pareto)]
     assert len(best) == 2 and [*zip(*front.get_data())] == best
     axes.figure.canvas.draw()
+    assert "8 MFLOP" in {text.get_text() for text in axes.get_xticklabels()}
     assert {"0 B", "256 KiB", "1 MiB"} <= {text.get_text() for text in axes.get_yticklabels()}
     axes = remat.report(torch.sin, rand(3)).plot(make().subplots())  # without FLOPs
     assert len(axes.lines) == 2 and axes.get_xlim() == (0, 1)
@@ -224,7 +227,7 @@ def test_modules_of_functional_code_are_regions() -> None:
 def test_what_a_budget_minimizes_has_a_column() -> None:
     model, x = blocks()
     report = remat.report(model, x, where=Block, policies=[None, policies.budget(0.5)])
-    assert report.objective == "roofline" and "recompute, us" in str(report)
+    assert report.objective == report.to_dict()["objective"] == "roofline" and "recompute, us" in str(report)
     nothing, half = (row.cost - report.plain.cost for row in report.policies)
     assert 0 < half < nothing and report.policies[1].saved_bytes > report.policies[0].saved_bytes
     assert remat.report(model, x, where=Block, policies=[policies.budget(0.5, cost="flops")]).objective is None
@@ -258,6 +261,11 @@ def test_the_time_of_a_step_is_its_ratio_to_the_plain_one() -> None:
     linear = remat.nn.apply(model, nn.Linear)  # in regions that cost nothing but time
     rows = [remat.report(linear, x, policies=[], time=time).rows for time in (True, False)]
     assert list(map(len, rows)) == [2, 1]
+    sleeps = lambda w, x: sleep(0 if remat.is_disabled() else 0.02) or torch.mv(w, x)
+    args = torch.ones(600, 600), torch.ones(600, requires_grad=True)
+    with PeakMemory() as memory:
+        assert remat.report(sleeps, *args, policies=[None], time=True).policies[0].time > 2
+    assert memory.peak < args[0].nbytes  # which is large, so that no run has a copy of it
     with pytest.raises(TypeError, match=r"time must be True or False.*in a lambda"):
         remat.report(model, x, time=torch.ones(3))
 

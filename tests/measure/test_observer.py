@@ -4,6 +4,7 @@ import doctest
 import gc
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks import measure
 from benchmarks.measure import OpCounter, PeakMemory, count_flops, count_ops, held_bytes, leaked_bytes, peak_bytes
+from remat._measure import allocated
 
 ROWS, COLUMNS = 8, 32
 N = ROWS * COLUMNS * 4  # bytes of one float32 activation
@@ -31,10 +33,7 @@ def halved(x: Tensor) -> Tensor:
         return x.tanh().sum()
 
 
-VIEWS: list[Callable[[Tensor], Any]] = [
-    lambda x: x.view(-1), lambda x: x.T[3:], lambda x: x.detach(), lambda x: x.unbind(),
-    lambda x: x.expand(5, *x.shape),
-]  # fmt: skip
+VIEWS: list[Callable] = [torch.ravel, lambda x: x.T[3:], torch.detach, torch.unbind, lambda x: x.expand(5, *x.shape)]
 # The peak of a function, and what its result holds.
 COUNTS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "a chain": (lambda x: x.exp().exp().exp(), 2 * N, N),
@@ -56,6 +55,7 @@ COUNTS: dict[str, tuple[Callable[[Tensor], Any], int, int]] = {
     "grad in vmap": (vmap(grad(lambda row: row.tanh().sum())), 2 * N + 2 * ROWS * SCALAR, N),
     "vmap in grad": (grad(lambda x: vmap(torch.tanh)(x).sum()), 2 * N + 2 * SCALAR, N),
     "jvp": (lambda x: jvp(torch.exp, (x,), (x,)), 2 * N, 2 * N),
+    "jvp, with a zero tangent": (lambda x: jvp(lambda y: y + x, (x,), (x,)), 2 * N, 2 * N),
     **{f"view {i}": (view, 0, 0) for i, view in enumerate(VIEWS)},
     **{f"view {i} of a result": (lambda x, view=view: view(x.exp()), N, N) for i, view in enumerate(VIEWS)},
 }
@@ -91,7 +91,9 @@ def test_resized_storages_count_at_their_current_size(x: Tensor) -> None:
         assert memory.live == memory.peak == 3 * N
         y.untyped_storage().resize_(0)
         assert memory.live == 0
-        z = x.exp()
+        z, buffer = x.exp(), torch.empty(2 * ROWS, COLUMNS)
+        buffer.untyped_storage().resize_(0)  # as FSDP does
+        z = z.exp()
         assert memory.live == N and memory.peak == 3 * N
         x.untyped_storage().resize_(10 * N)  # of an input
     assert memory.live == N
@@ -136,6 +138,20 @@ def test_allocated_bytes_contain_memory_inside_a_kernel(x: Tensor) -> None:
     assert measure.allocated_bytes(lambda x: x.view(-1), x) == 0
     inverse = lambda x: torch.linalg.inv(x @ x.T + torch.eye(8))
     assert measure.allocated_bytes(inverse, x.detach()) > peak_bytes(inverse, x.detach())
+
+
+def test_the_peaks_of_phases_on_a_device_are_those_of_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = {"memory_allocated": [100, 140], "max_memory_allocated": [150, 140, 170]}
+    figures |= {"mem_get_info": [(1000, 2000)], "memory_reserved": [400], "max_memory_reserved": [600]}
+    device = Mock(**{f"{name}.side_effect": each for name, each in figures.items()})
+    monkeypatch.setattr(allocated, "accelerators_of", lambda of: {"device": device, "another": object()} if of else {})
+    with allocated.Allocated([torch.ones(1)]) as memory:
+        memory.next_phase()
+    assert (memory.peaks, memory.peak) == ([50, 40], 50)
+    peak = ["synchronize", "max_memory_allocated", "reset_peak_memory_stats"]
+    assert [name for name, *_ in device.mock_calls] == ["synchronize", "memory_allocated", peak[-1], *peak, *peak]
+    # The allocator has 260 bytes more, of which fragmentation has taken up to 430.
+    assert allocated.free_memory([torch.ones(1)]) == 1000 + 260 - 430 and allocated.free_memory([]) is None
 
 
 def test_ops_are_counted_by_packet(x: Tensor) -> None:

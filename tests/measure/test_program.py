@@ -26,7 +26,7 @@ MEASURES: dict[str, Callable[..., Any]] = {
     "report, where": partial(report, where=nn.BatchNorm1d, time=True),
     "saved_residuals": saved_residuals,
     "saved_residuals of a region": lambda net, *args: saved_residuals(remat.remat(net), *args),
-    "saved_residuals of a method": lambda net, *args: saved_residuals(net.forward, *args),
+    "saved_residuals of a method": lambda net, *args: remat.override(policy=None)(saved_residuals)(net.forward, *args),
 }
 
 
@@ -110,6 +110,7 @@ def test_nothing_stays_alive() -> None:
     for measure in (saved_residuals, check, report):
         measure(fn, w, x)  # fills caches
         assert leaked_bytes(measure, fn, w, x) == 0
+    assert report(lambda x: x.sin() + x.detach().exp().neg_(), x).plain.saved_bytes == 8  # the sum of the results
 
 
 def sources(fn: Callable, *args: Any, **kwargs: Any) -> set[str]:
@@ -162,6 +163,7 @@ def test_it_is_differentiated_by_tensors_that_require_grad_or_else_by_all_that_c
     assert names(fn, x.detach(), w, n) == {"argument x", "argument w"}
     net = Net()
     assert names(lambda x: net(x), w) == {"net.scale"}
+    assert remat.pareto(lambda n: net(n).sin().sin(), n).points
     assert names(lambda x: x * Hidden.w, x) == {"argument x", "a tensor of shape [3]"}
 
 
@@ -204,6 +206,7 @@ def test_wrong_calls_have_errors_with_a_remedy(measure: Callable) -> None:
 
 LAYER, META = nn.Linear(3, 3), (nn.Linear(3, 3, device="meta"), torch.ones(3, device="meta"))
 X, SAVE = torch.ones(3), policies.save_matmuls
+SHARDED = type("Sharded", (nn.Tanh,), {"__module__": "torch.distributed.fsdp"})  # as FSDP's own classes
 TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: report(torch.sin, X, policy=SAVE), "takes a list of policies: `policies=[...]`"),
     (lambda: check(torch.sin, X, policies=[SAVE]), "takes one policy: `policy=...`"),
@@ -213,6 +216,7 @@ TYPE_ERRORS: list[tuple[Callable[[], Any], str]] = [
 RUNTIME_ERRORS: list[tuple[Callable[[], Any], str]] = [
     (lambda: check(*META), "A check compares values, and a tensor here has no data"),
     (lambda: report(*META, time=True), "time=True measures steps, and a tensor here has no data"),
+    (lambda: check(SHARDED(), X), "check can't see the parameters that FSDP manages. Call it before FSDP"),
     (lambda: torch.inference_mode()(remat.pareto)(LAYER, X), "pareto differentiates, which torch.inference_mode"),
     (lambda: remat.override(policy=None)(report)(LAYER, X), "or `remat.disable_remat` replaces here"),
 ]
