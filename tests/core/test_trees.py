@@ -216,6 +216,7 @@ def test_what_containers_hold_is_read_without_their_own_methods() -> None:
         assert trees.size(container) == len(found) == 2 and any(value is X for value in found)
         assert type(trees.attributes(container)) is dict
     assert trees.attributes(2) == {} and trees.attributes(Plain(1)) == {"a": 1, "b": None}
+    assert trees.slots(complex) == [] and [slot.__name__ for slot in trees.slots(FrozenSlots)] == ["a", "b"]
 
 
 def test_leaves_that_are_returned_are_the_same_objects() -> None:
