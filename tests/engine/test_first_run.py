@@ -91,6 +91,18 @@ def test_an_input_that_the_region_changes_and_saves_may_not_change_before_the_ba
         count.add_(1)
         with pytest.raises(RuntimeError, match=error):
             grad(out, x)
+    inside = lambda x, count: torch.autograd.grad((count.add_(x.sum()) * x).sum(), x, create_graph=True)[0].sin()
+    with pytest.raises(MutationError, match="argument count requires grad and was changed in place by the region"):
+        remat(inside)(x, count)
+
+
+def test_what_is_older_may_not_change_after_a_region_that_runs_a_backward_pass() -> None:
+    x, h = rand(3), rand(3, seed=1).exp()
+    derive = lambda x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]
+    out = remat(lambda x, fn=(h.mul,): fn[0](derive(x).exp()))(x)  # the search doesn't find `h`
+    h.add_(1)
+    with pytest.raises(MutationError, match="A captured tensor"):
+        grad(out, x)
 
 
 @pytest.mark.parametrize("mode", [FakeTensorMode(), torch.device("meta")], ids=["fake", "meta"])

@@ -4,6 +4,7 @@ import inspect
 import re
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,14 +22,8 @@ ADVICE = (
     "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values."
 )
 DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
-
-
-def numbers() -> Tensor:
-    return rand(3, dtype=torch.float32)
-
-
-def backward(f: Callable, x: Tensor | None = None) -> Tensor:
-    return gradient(f, numbers() if x is None else x)
+numbers = partial(rand, 3, dtype=torch.float32)
+backward = lambda f, x=None: gradient(f, numbers() if x is None else x)
 
 
 def line_of(fn: Callable, text: str) -> str:

@@ -46,18 +46,10 @@ def ends_late(x: Tensor) -> Tensor:
     return y
 
 
-def other_operation(x: Tensor) -> Tensor:
-    """A function with one more operation in the recompute, which saves nothing."""
-    return ((x.detach() * 2, x.sin())[1] if is_recomputing() else x.sin()).exp().sin()
-
-
-def other_constant(x: Tensor) -> Tensor:
-    """A function with the same operations but other values in the recompute."""
-    return (x.sin() * (3 if is_recomputing() else 2)).exp().sin()
-
-
-def dropout(x: Tensor) -> Tensor:
-    return F.dropout(x.sin(), 0.5).exp()
+# Their recomputes have one more operation, which saves nothing, or the same operations but other values.
+other_operation = lambda x: ((x.detach() * 2, x.sin())[1] if is_recomputing() else x.sin()).exp().sin()
+other_constant = lambda x: (x.sin() * (3 if is_recomputing() else 2)).exp().sin()
+dropout = lambda x: F.dropout(x.sin(), 0.5).exp()
 
 
 def effect(f: Callable, context: Context = NOTHING) -> str:
