@@ -48,6 +48,9 @@ STEPS: dict[str, tuple[Callable, dict[str, int]]] = {
     "again in full, as Python reads a skipped value": (lambda wrap, x, w: grad(
         wrap(lambda x: ((x.sin() * 2).exp() * (x @ w).tolist()[0][0]).sin(), policy=policies.save_ops("aten.sin"))(x),
         x), {"mul": 3, "exp": 2, "mm": 1}),
+    "again in full, as a skipped value is stored": (lambda wrap, x, w: (lambda kept: grad(wrap(
+        lambda x: (kept.append(x * 3), (x.sin() * 2).exp())[1], policy=policies.save_ops("aten.sin"))(x), x))(deque()),
+        {"mul": 3, "exp": 2}),
     "no early stop, of what is saved before it is filled": (lambda wrap, x, w: grad(
         wrap(lambda x: F.rrelu(x * 2, training=True), early_stop=False)(x), x), {"mul": 1, "rrelu_with_noise": 1}),
     "inputs": (lambda wrap, x, w: grad(wrap(lambda x: (x.view(-1) * w.view(-1))[2:])(x), (x, w)), {}),
