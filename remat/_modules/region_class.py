@@ -155,8 +155,7 @@ def class_with(module: Any, regions: Regions, cls: Any = None) -> Any:
         return _region_class(cls, regions)
     below = [base for base in cls.__bases__ if parametrized or issubclass(base, _Region)]
     bases = (class_with(module, regions, base) if base in below else base for base in cls.__bases__)
-    names = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
-    return type(cls)(cls.__name__, tuple(bases), names)
+    return type(cls)(cls.__name__, tuple(bases), dict(vars(cls)))
 
 
 def regions_of(module: Any) -> Regions:

@@ -34,11 +34,12 @@ def made(cls: type = Layer) -> Any:
 @pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize("uses", [{}, {"use_cache": True}, {"use_cache": False}], ids=str)
 def test_a_recomputed_layer_gets_no_cache_and_all_other_arguments(uses: dict, by_name: bool) -> None:
-    layer, cache, mask = made(), DynamicCache(), torch.ones(3)
-    args, kwargs = ((), {"cache": cache}) if by_name else ((cache,), {})
-    with pytest.warns(RematWarning, match="a Layer that is a region runs without a cache"):
-        layer(rand(3), *args, **kwargs, mask=mask, **uses).sum().backward()
-    assert layer.got[0] is None and layer.got[1] == {**dict.fromkeys(uses, False), "mask": mask}
+    layer, mask = made(), torch.ones(3)
+    for cache in (DynamicCache(), None)[: 1 + uses.get("use_cache", False)]:
+        args, kwargs = ((), {"cache": cache}) if by_name else ((cache,), {})
+        with pytest.warns(RematWarning, match="a Layer that is a region runs without a cache"):
+            layer(rand(3), *args, **kwargs, mask=mask, **uses).sum().backward()
+        assert layer.got[0] is None and layer.got[1] == {**dict.fromkeys(uses, False), "mask": mask}
 
 
 Reader = type("Reader", (Layer,), {"_can_checkpoint_with_cache": True})

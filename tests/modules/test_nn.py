@@ -1,5 +1,6 @@
 """`remat.nn.apply`: which submodules are chosen, the options of their regions, and which modules can't be regions."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -152,10 +153,7 @@ class CallsForward(Block):
         return super().__call__(x).sin()
 
 
-def traced() -> Any:
-    return torch.jit.trace(nn.Linear(4, 4), X.float())
-
-
+traced = lambda: torch.jit.trace(nn.Linear(4, 4), X.float())
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "list": (lambda: nn.ModuleList([Block()]), "has no forward: use the modules in it"),
     "lazy": (lambda: nn.LazyLinear(3), "is lazy: call it once"),
@@ -179,13 +177,14 @@ def test_modules_that_cannot_be_regions_are_errors(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_modules_that_can_be_regions_though_they_are_like_those_that_cannot() -> None:
-    """Lazy ones that were called, those around TorchScript, and those whose forward is an attribute."""
+    """Lazy ones that were called, those around TorchScript, and those whose forward or call is an object."""
     lazy, own = made(lambda: nn.Sequential(nn.LazyLinear(4), nn.Tanh())), made(nn.Module)
     lazy(X)
     around = nn.Sequential(traced(), nn.Tanh()).double()
     own.weight = nn.Parameter(X[0])
     own.forward = lambda x: (x * own.weight).sin().exp()
-    for module in (lazy, around, made(CallsForward), own):
+    call = made(type("CallsObject", (Block,), {"__call__": property(lambda self: self._call_impl)}))
+    for module in (lazy, around, made(CallsForward), own, call):
         expected = step(module)
         assert_same(step(in_place(module)), expected)
 
@@ -197,8 +196,9 @@ class OfLibrary(Block):
 
 
 @pytest.mark.parametrize("wrap", [in_place, remat.remat, remat.compat.checkpoint_wrapper])
-def test_combination_with_the_librarys_own_checkpoint_is_an_error(wrap: Callable) -> None:
+def test_combination_with_the_librarys_own_checkpoint_is_an_error(wrap: Callable, monkeypatch: Any) -> None:
     module = made(OfLibrary)
+    monkeypatch.delitem(sys.modules, "transformers.modeling_layers", raising=False)
     module.gradient_checkpointing = True
     with pytest.raises(RematError, match=r"is on for a OfLibrary.*gradient_checkpointing_disable.*remat\.nn\.undo"):
         wrap(module)

@@ -18,16 +18,14 @@ import remat.nn
 from benchmarks.measure import assert_freed_without_gc, leaked_bytes
 from remat import RematError, disable_remat, is_recomputing, policies
 from remat._modules.region_class import is_sequence, regions_of, restored, segmented
+from remat._modules.region_class import regions as regions_within
 from remat._region.options import Options
 
 pytestmark = pytest.mark.usefixtures("collector_off")
 every_way = pytest.mark.parametrize("way", WAYS)
 every_copy = pytest.mark.parametrize("how", COPIES)
-
-
-def regions(way: str, block: type = Block) -> Any:
-    """A model whose blocks are regions."""
-    return made(Model, block, WAYS[way])
+regions = lambda way: made(Model, Block, WAYS[way])  # a model whose blocks are regions
+wrapper = remat.compat.checkpoint_wrapper
 
 
 @every_way
@@ -65,14 +63,18 @@ def test_a_step_is_the_same_and_a_block_saves_its_input(way: str) -> None:
 
 
 def test_the_second_module_shares_all_state_with_the_first() -> None:
-    module = made(Block).eval()
-    second = remat.remat(module)
+    module = made(Quiet).eval()
+    second, third, graphs = remat.remat(module), remat.remat(module), list[Any]()
     assert vars(second) is vars(module) and not second.training
     second.scale = nn.Parameter(torch.zeros(4))
     module.register_buffer("late", torch.ones(1))
     assert module.scale is second.scale and "late" in second.state_dict()
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         second.nothing  # noqa: B018
+    second.compile(backend=lambda graph, inputs: (graphs.append(graph), graph)[1])  # and only this one
+    for region in (third, second):
+        region(X)
+        assert bool(graphs) is (region is second)
 
 
 def register_hooks(module: nn.Module, log: list) -> None:
@@ -164,9 +166,6 @@ def test_copies_have_the_same_options(how: str) -> None:
     assert kept(COPIES[how](module)) == kept(remat.remat(made(Block), policy=policies.save_matmuls))
 
 
-wrapper = remat.compat.checkpoint_wrapper
-
-
 @pytest.mark.parametrize("inner, outer", [(wrapper, remat.remat), (remat.remat, wrapper), (remat.remat, remat.remat)])
 def test_the_outer_policy_decides(inner: Callable, outer: Callable) -> None:
     module = outer(inner(made(Block), policy=policies.save_only_these_names("hidden")))
@@ -176,11 +175,13 @@ def test_the_outer_policy_decides(inner: Callable, outer: Callable) -> None:
 
 def test_a_module_has_its_region_again_after_a_context_with_another() -> None:
     module = remat.nn.apply(made(Block), Block, policy=policies.save_only_these_names("hidden"))
-    own = kept(module)
+    own, plain = kept(module), made(Block)
     with restored([module]):
         remat.nn.undo(module)
-        assert kept(module) == kept(made(Block)) != own
-    assert kept(module) == own == kept(copy.deepcopy(module))
+        assert kept(module) == kept(plain) != own
+    with regions_within({module: Options(), plain: Options()}):
+        assert kept(module) == kept(plain) == kept(made(Block)) - INSIDE != own
+    assert kept(module) == own == kept(copy.deepcopy(module)) and vars(plain).keys() == vars(made(Block)).keys()
 
 
 @every_way
@@ -225,8 +226,7 @@ class Exp(nn.Module):
         return x
 
 
-def ups(model: Any) -> list[Any]:
-    return [block.up for block in model.blocks]
+ups = lambda model: [block.up for block in model.blocks]
 
 
 def parametrize_all(model: Any) -> Any:
@@ -358,6 +358,8 @@ def test_a_compiled_layer_that_reads_the_forward_of_its_class(without: Callable)
     model = remat.nn.apply(nn.Sequential(ReadsItsClass(4, 4)).double(), ReadsItsClass)
     with without():
         assert_same(torch.compile(model, backend="eager")(X), model(X))
+        model[0].forward = torch.sin
+        assert_same(torch.compile(model[0], backend="eager")(X), X.sin())
 
 
 @every_way
