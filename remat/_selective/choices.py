@@ -73,7 +73,7 @@ class Choices:
     def _keep(self, matches: list[tuple[tuple, frozenset[int]]]) -> None:
         """Drop the other matches. If the policy's own choice was the last match, it was made for another program."""
         chosen = self._policy.chosen
-        if not matches and chosen is not None and chosen in self._matches:
+        if not matches and chosen in self._matches:
             self._warn_once(
                 f"another program than that of {chosen}",
                 f"{self._policy!r} was chosen for a different sequence of operations. What is saved is chosen again, "

@@ -138,10 +138,8 @@ class Recording:
             if step.is_judged:
                 verdict = self.judge.on_operation([number], facts, args, kwargs, result)
         log.append(step)
-        if step.overwritten:
-            for value in step.overwritten:
-                saved_values.forget(value, facts.updates_statistics)  # autograd has saved them before
-            self.saves.on_overwrite(number, dict(zip(step.overwritten, step.outs[-len(step.overwritten) :])))
+        for value in step.overwritten:
+            saved_values.forget(value, facts.updates_statistics)  # autograd has saved them before
         if verdict is not Verdict.RECOMPUTE or self.choices is not None:
             log.lines[number] = user_line() if last is None else last.lines[number]
         if verdict is not Verdict.RECOMPUTE:

@@ -83,7 +83,7 @@ class Replay(RegionMode):
             step = None if number is None else record.program.steps[number]
             if step is not None:
                 is_restored = number in self.plan.restored and not (self.whole and step.draws)
-                if is_restored and (not facts.writes or self._fits(step, args, kwargs)):
+                if is_restored and self._fits(step, args, kwargs):
                     return self._restore(step, args, kwargs, read)
                 if number in record.program.skippable and number not in self.plan.run:
                     return self._rebuild(step, args, kwargs, read, [None] * len(step.outs))

@@ -85,8 +85,7 @@ class Residual:
             return self._near
         with private.without_levels(), unseen():
             content = self._far.get()
-            whole = content.storage_offset() == 0 and content.is_contiguous()
-            return content if whole else content.clone(memory_format=torch.contiguous_format)
+            return content.clone() if content.storage_offset() else content  # it is contiguous
 
     def before_writing(self) -> None:
         """Have the stream wait for the copy to host memory, as the storage is about to be overwritten."""
@@ -161,18 +160,6 @@ class Saves:
         """Whether autograd has saved a value that step ``since`` has made."""
         later = takewhile(lambda source: source.after > since, (source for _, source in reversed(self._slots)))
         return value in self.above or any(value in source.values for source in later)
-
-    def on_overwrite(self, number: int, written: dict[int, int]) -> None:
-        """Replace values that were just overwritten: autograd may save an argument before it is filled (``rrelu``)."""
-        self.above = [written.get(value, value) for value in self.above]
-        for i in range(len(self._slots) - 1, -1, -1):
-            ref, source = self._slots[i]
-            slot = ref()
-            if source.after < number:
-                break
-            if slot is not None and len(source.values) == 1 and source.values[0] in written:
-                slot.source = Source((written[source.values[0]],), source.form, number + 1)
-                self._slots[i] = ref, slot.source
 
 
 class SavedValues:

@@ -23,7 +23,7 @@ from remat._core import known
 from remat._core.known import Known
 from remat._function import call
 from remat._region.options import Options
-from remat._selective import choices
+from remat._selective import choices, search
 from remat._selective.search import Choice, Problem, best_of, corners, pareto
 
 torch.manual_seed(0)
@@ -251,13 +251,16 @@ def test_operations_that_must_not_run_again_are_not_measured() -> None:
     assert [counts[name] for name in names] == [4, 1, 0, 1, 1]
 
 
-def test_an_operator_is_measured_once_for_each_form_of_its_arguments() -> None:
+def test_an_operator_is_measured_once_for_each_form_of_its_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     m = nn.Sequential(nn.Linear(11, 11), nn.GELU(), nn.Linear(11, 11), nn.GELU())
     budget = lambda x: policies.budget(0.5, cost="time")
     choice = lambda x: remat.pareto(m, x, cost="time").at(200)
     for size, make, counts in [(3, budget, [5, 2, 2]), (5, budget, [5, 2, 2]), (6, choice, [2, 2, 2])]:
         fn = remat.remat(m, policy=make(x := torch.randn(size, 11)))
         assert [count_ops(fn, x)["aten.addmm"] for _ in range(3)] == counts
+    monkeypatch.setattr(search, "_MOST_TIMES", 1)
+    remat.pareto(m, torch.randn(7, 11), cost="time")
+    assert len(search._times) == 1  # few are remembered
 
 
 def test_each_program_has_its_own_choice() -> None:
@@ -301,16 +304,19 @@ def test_numbers_that_change_in_every_call_warn_once() -> None:
     assert str(caught[0].message).startswith("A region under policies.budget(1.0) has executed 16 different programs")
 
 
+def test_few_policies_of_a_function_are_remembered() -> None:
+    fns = [remat.remat(chain, policy=policies.budget(1.0, cost=lambda *_, i=i: 1 + i)) for i in range(20)]
+    known._of_code.cache_clear()
+    assert [products(fns[i]) for i in (*range(20), *range(4, 20), 0)] == [6] * 20 + [4] * 16 + [6]
+
+
 def test_inner_regions_are_a_part_of_the_program() -> None:
     inner = remat.remat(lambda x: (x @ W).tanh())
     fn = remat.remat(lambda x: inner(inner(x)).sin(), policy=policies.budget(1.0))
     assert [products(fn) for _ in range(2)] == [6, 4]
 
 
-def twice(fn: Callable) -> Callable:
-    return lambda x: fn(fn(x.sin()) * 2).cos()
-
-
+twice = lambda fn: lambda x: fn(fn(x.sin()) * 2).cos()
 AROUND: dict[str, Callable[[Callable], Callable]] = {
     "a region": lambda fn: remat.remat(twice(fn)),
     "a region that differentiates": lambda fn: remat.remat(
@@ -370,25 +376,13 @@ def test_a_curve_is_drawn_and_printed_in_its_unit(cost: Cost, unit: str) -> None
     assert [*zip(*axes.lines[0].get_data())] == [(point.nbytes, point.cost) for point in curve.points]
 
 
-def costing(returned: Any) -> Callable:
-    return lambda: remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
-
-
-INVALID = "must be finite and not negative"
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        (costing(float("nan")), f"{INVALID}; the function returned nan"),
-        (costing(float("inf")), INVALID),
-        (costing(-1.0), INVALID),
-        (costing(None), "The cost function of a budget failed for aten.mm.default"),
-    ],
-)
-def test_errors(wrong: Callable, message: str) -> None:
+@pytest.mark.parametrize("returned", [float("nan"), float("inf"), -1.0, None])
+def test_errors(returned: Any) -> None:
+    message = f"must be finite and not negative; the function returned {returned}"
+    if returned is None:
+        message = "The cost function of a budget failed for aten.mm.default"
     with pytest.raises(remat.PolicyError, match=message):
-        wrong()
+        remat.pareto(lambda x: (x @ W).tanh(), X[0], cost=lambda op, args, kwargs, result: returned)
 
 
 def test_nothing_to_choose_is_an_error() -> None:

@@ -155,4 +155,4 @@ def test_few_programs_of_a_function_are_remembered() -> None:
     fn = lambda x: checkpoint_name(x.sin(), "a").cos()
     for i in range(40):
         run(remat(fn, policy=policies.save_only_these_names("a", f"b{i}")), X)
-    assert 0 < len(known.known_of(fn).programs) <= 16
+    assert 1 < len(known.known_of(fn).programs) <= 16

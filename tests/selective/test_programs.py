@@ -3,6 +3,7 @@
 Uninitialized memory is filled with NaN here, so that a value which was never computed is noticed.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,11 @@ Fn = Callable[..., Any]
 N = 4
 W, COMPLEX = rand(N, N, seed=77, grad=False) / 2, rand(N, N, dtype=torch.complex128, grad=False)
 WEIGHT, BIAS = rand(N, seed=1, grad=False), rand(N, seed=2, grad=False)
+named = functools.partial(checkpoint_name, name="h")
+then = lambda *steps: steps[-1]  # the last of these values, which are computed one after another
+noisy = lambda x: x + 0.1 * torch.randn(x.shape, dtype=x.dtype)
+step = lambda x: x - 0.1 * grad(lambda z: z.square().sum())(x)  # a gradient step
+norm = lambda x: F.layer_norm(x, (N,), WEIGHT, BIAS)  # its mean and variance are saved, and not read in the forward
 pytestmark = [pytest.mark.usefixtures("filled_memory"), pytest.mark.filterwarnings("ignore:The policy")]
 
 
@@ -51,10 +57,6 @@ POLICIES = {
 }
 
 
-def named(t: Tensor) -> Tensor:
-    return checkpoint_name(t, "h")
-
-
 @torch.library.custom_op("remat_tests::noise", mutates_args=())
 def noise(x: Tensor) -> Tensor:
     """Draws random numbers, but has no tag that says so."""
@@ -68,11 +70,6 @@ noise.register_autograd(lambda ctx, g: g)
 def add_to(x: Tensor, y: Tensor) -> Tensor:
     x.add_(y)
     return y * 2
-
-
-def then(*steps: Any) -> Any:
-    """The last of these values, which are computed one after another."""
-    return steps[-1]
 
 
 def in_place_chain(x: Tensor) -> Tensor:
@@ -122,25 +119,11 @@ def custom_operator(x: Tensor) -> Tensor:
     return (named(x * b).exp().clamp(max=9) * y).sin()
 
 
-def step(x: Tensor) -> Tensor:
-    """A gradient step."""
-    return x - 0.1 * grad(lambda z: z.square().sum())(x)
-
-
-def norm(x: Tensor) -> Tensor:
-    """Autograd saves its mean and variance, which no operation reads before the backward."""
-    return F.layer_norm(x, (N,), WEIGHT, BIAS)
-
-
 def gradient_of_a_forward_derivative(x: Tensor) -> Tensor:
     """Forward mode makes zeros that have no memory."""
     z = x if x.requires_grad else x.detach().requires_grad_()
     tangent = jvp(lambda q: norm(q @ W).sin(), (z,), (torch.ones_like(z),))[1]
     return torch.autograd.grad(tangent.sum(), z, create_graph=True)[0]
-
-
-def noisy(x: Tensor) -> Tensor:
-    return x + 0.1 * torch.randn(x.shape, dtype=x.dtype)
 
 
 REGION, LOOSE = remat(lambda z: step(torch.tanh(noisy(z)))), remat(lambda z: (z @ W).tanh() * noisy(z))
@@ -310,8 +293,14 @@ IN_BACKWARD: dict[str, tuple[Fn, str, Tensor, dict[str, int]]] = {
     "a product with the values of a sparse matrix is saved": (  # `values` returns memory that another operation made
         lambda x: (x.to_sparse().coalesce().values().view(3, N) @ W).sin().exp(), "mm", rand(3, N), {"mm": 1},
     ),
+    "a saved result of a write takes the place of what was skipped": (
+        lambda x: ((x @ W).mul_(2).exp() * 2).sin(), "mul_", rand(N, N), {"mm": 1, "exp": 1},
+    ),
     "complex products are saved": (
         lambda x: (x @ COMPLEX).sin() @ COMPLEX.conj(), "mm", rand(N, N, dtype=torch.complex128), {"mm": 2},
+    ),
+    "a product of which a product saves the conjugate is saved": (
+        lambda x: (x @ COMPLEX).conj() @ x.sin(), "mm", rand(N, N, dtype=torch.complex128), {"mm": 3},
     ),
 }  # fmt: skip
 

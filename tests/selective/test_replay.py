@@ -27,7 +27,8 @@ from remat.errors import MutationError, RecomputeMismatchError
 Fn = Callable[..., Any]
 aten = torch.ops.aten
 W = rand(4, 4, seed=77, grad=False) / 2
-MATMULS, EVERYTHING, SINE = policies.save_matmuls, policies.everything_saveable, policies.save_ops("aten.sin")
+MATMULS, EVERYTHING = policies.save_matmuls, policies.everything_saveable
+SINE, COMPLEX = policies.save_ops("aten.sin"), policies.save_ops("aten.complex")
 POLICIES: dict[str, Any] = {
     "everything": EVERYTHING,
     "matmuls": MATMULS,
@@ -37,12 +38,9 @@ POLICIES: dict[str, Any] = {
     "answers": policies.save_if(chosen(4, 5)),
     "offloaded": policies.offload(MATMULS | SINE),
 }
+named = functools.partial(checkpoint_name, name="h")
 EVERY_POLICY = pytest.mark.parametrize("policy", POLICIES)
 pytestmark = pytest.mark.filterwarnings("ignore:The policy")
-
-
-def named(t: Tensor) -> Tensor:
-    return checkpoint_name(t, "h")
 
 
 def gradients(fn: Fn, x: Tensor | None = None) -> tuple:
@@ -75,6 +73,11 @@ def operand_of_a_late_one_cleared(x: Tensor) -> Tensor:
     if is_recomputing():
         a.zero_()
     return (named((x * 3).exp().clamp(max=9)) * 2).sin() * late * late
+
+
+def read_by_python(x: Tensor) -> Tensor:
+    product = x @ W
+    return (named(product + 1) * product.t().tolist()[0][0]).sin()
 
 
 def test_a_restored_operation_draws_again_if_a_later_one_draws() -> None:
@@ -147,7 +150,7 @@ def cached_constant(x: Tensor) -> Tensor:
 
 
 @EVERY_POLICY
-@pytest.mark.parametrize("fn", [other_order, operand_of_a_late_one_cleared, cached_constant])
+@pytest.mark.parametrize("fn", [other_order, operand_of_a_late_one_cleared, cached_constant, read_by_python])
 def test_the_gradient_is_right_or_an_error(fn: Fn, policy: str) -> None:
     def run(fn: Fn) -> tuple:
         CACHE.clear()
@@ -205,9 +208,17 @@ def test_a_saved_value_that_is_changed_later_is_recomputed(shape: tuple, way: st
     assert_same(run(functools.partial(remat, policy=POLICIES[policy])), run(lambda fn: fn), exact=False)
 
 
-def test_hooks_that_copy_have_the_value_before_the_region_changes_it() -> None:
-    run, fn = functools.partial(WAYS["hooks that copy"], x=rand(4, 4, grad=False)), lambda x: x.exp().neg_().sum()
-    assert_same(run(remat(fn, policy=EVERYTHING)), run(fn))
+@pytest.mark.parametrize(
+    ("fn", "policy"),
+    [
+        (lambda x: x.exp().neg_().sum(), EVERYTHING),
+        (lambda x: (torch.complex(x, x).conj() @ torch.complex(W, W)).sin().abs(), COMPLEX),
+        (lambda x: torch.view_as_real(torch.complex(x, x)).sum(-1).sin(), COMPLEX),
+    ],
+)
+def test_hooks_that_copy_have_the_value_before_the_region_changes_it_and_not_a_view(fn: Fn, policy: Any) -> None:
+    run = functools.partial(WAYS["hooks that copy"], x=rand(4, 4, grad=False))
+    assert_same(run(remat(fn, policy=policy)), run(fn))
 
 
 def product_and_sine(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -435,6 +446,7 @@ def test_a_region_that_saves_values_gets_a_sparse_matrix_that_requires_grad(layo
     [
         (lambda x: F.scaled_dot_product_attention(x.sin(), x.cos(), x), "_scaled_dot_product_flash_attention_for_cpu"),
         (lambda x: F.layer_norm(x.sin(), (4,)), "native_layer_norm"),
+        (lambda x: torch.var_mean(x.sin(), -1)[0], "var_mean"),  # the mean isn't read
     ],
 )
 def test_an_operation_is_not_recomputed_for_its_other_results_if_one_has_a_name(fn: Fn, operator: str) -> None:
@@ -455,7 +467,7 @@ def test_hooks_get_a_value_in_its_shape_if_it_fills_its_storage(make: Fn) -> Non
 
 def test_hooks_may_return_a_part_of_a_larger_tensor() -> None:
     """A saved value is then at an offset, and not the whole of a storage."""
-    pack = lambda tensor: torch.cat([tensor.new_zeros(3), tensor.detach().flatten()])[3:].view(tensor.shape)
+    pack = lambda tensor: torch.cat([tensor.new_zeros(3), tensor.detach().flatten()])[3:].view(4, 4)
 
     def run(wrap: Fn) -> tuple:
         return gradients_under(pack, lambda tensor: tensor, wrap(lambda x: ((x @ W).T.sin() @ x).exp()), rand(4, 4))

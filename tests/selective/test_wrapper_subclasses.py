@@ -29,11 +29,9 @@ class Opaque(Tensor):
     INSIDE: ClassVar[dict[Any, Callable]] = {}
 
     @staticmethod
-    def __new__(cls, inner: Tensor) -> Any:
-        made = Tensor._make_wrapper_subclass(
-            cls, inner.shape, strides=inner.stride(), dtype=inner.dtype, device=inner.device
-        )
-        made.inner = inner
+    def __new__(cls, x: Tensor) -> Any:
+        made = Tensor._make_wrapper_subclass(cls, x.shape, strides=x.stride(), dtype=x.dtype, device=x.device)
+        made.inner = x
         return made
 
     @classmethod
@@ -67,8 +65,7 @@ def chain(x: Tensor, w: Tensor) -> Tensor:
     return x
 
 
-def leaves(cls: type) -> list[Tensor]:
-    return [cls(rand(4, 4, seed=seed, grad=False)).requires_grad_() for seed in (0, 1)]
+leaves = lambda cls: [cls(rand(4, 4, seed=seed, grad=False)).requires_grad_() for seed in (0, 1)]
 
 
 def products(fn: Callable, cls: type) -> tuple[list[Tensor], int]:
@@ -133,6 +130,11 @@ def test_every_kind_of_policy_saves_the_results_of_the_operation(policy: Any, cl
     assert [recomputed(region, cls) for _ in range(3)] == [0, 0, 0]  # at last with the records of the first call
     kept, least = (held_bytes(remat(chain, policy=given), *leaves(cls)) for given in (policy, None))
     assert kept - least == 4 * 4 * 4 * 8  # of the results of the operation, and not of the values inside it
+
+
+def test_a_budget_is_for_the_values_inside() -> None:
+    region = remat(chain, policy=policies.budget(2 * 4 * 4 * 8, cost="flops"))
+    assert [recomputed(region, Made) for _ in range(2)] == [4, 2]
 
 
 @pytest.mark.parametrize(("op", "warns"), [("aten.mm", False), ("aten.bmm", False), ("aten.convolution", True)])
