@@ -18,9 +18,7 @@ from remat import MutationError, RecomputeMismatchError, is_recomputing, policie
 # A gradient for an operand without a batch dimension, of a region whose other operand has one, must not be summed.
 SHARED: dict[str, Callable[[Fn, Tensor], Any]] = {
     "vmap(grad), shared": lambda g, x: vmap(grad(lambda x, y: g(x * W[1], y).sum(), (0, 1)), (None, 0))(x, rows(x)),
-    "jvp(vmap(grad)), shared": lambda g, x: jvp(
-        vmap(grad(lambda x, y: g(x, y).sum()), (None, 0)), (x, rows(x)), (x.cos(), rows(x))
-    ),
+    "jvp(vmap(grad)), shared": lambda g, x: jvp(vmap(grad(summed(g)), (None, 0)), (x, rows(x)), (x.cos(), rows(x))),
     "vmap(vmap(grad)), shared": lambda g, x: vmap(vmap(grad(summed(g)), (0, None)), (None, 0))(rows(x), rows(x)),
 }
 REPEATED = RECOMPUTE | SHARED

@@ -15,7 +15,6 @@ from benchmarks.measure import count_ops
 from remat import checkpoint_name, policies, remat, scan
 
 EVERYTHING = policies.everything_saveable
-
 # Programs of a function of two tensors, which outer transforms and inner ones follow.
 GIVEN: dict[str, Callable[[Fn], Fn]] = {
     "first inside": lambda g: lambda y: grad(lambda x: g(x, y).sum())(Y[0]),
@@ -167,29 +166,15 @@ def test_dropout_in_a_region_within_regions_that_call_torch_func_draws_the_same_
 
 
 def without_grad(wrap: Wrap) -> Fn:
-    def call(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            scale = wrap(lambda x: x.abs().exp())(x)
-        with torch.no_grad(), torch.enable_grad():
-            both_ways = wrap(torch.sin)(x)
-        return scale * wrap(torch.exp)(x) * both_ways * x.detach()
-
-    return call
+    scale = torch.no_grad()(wrap(lambda x: x.abs().exp()))
+    both_ways = torch.no_grad()(torch.enable_grad()(wrap(torch.sin)))
+    return lambda x: scale(x) * wrap(torch.exp)(x) * both_ways(x) * x.detach()
 
 
 def with_grad(wrap: Wrap) -> Fn:
     """The region's result has a gradient although the caller has disabled grad mode, as forces of a frozen model do."""
-
-    def enables(x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            return x.square().exp()
-
-    def call(x: Tensor) -> Tensor:
-        with torch.no_grad():
-            c = wrap(enables)(x)
-        return c * x
-
-    return call
+    enables = torch.enable_grad()(lambda x: x.square().exp())
+    return lambda x: torch.no_grad()(wrap(enables))(x) * x
 
 
 @pytest.mark.parametrize("fn", [without_grad, with_grad])

@@ -198,6 +198,7 @@ def test_an_autograd_function_without_grad_mode() -> None:
     with pytest.raises(RematError, match=r"calls SineAndCosine, .* within `torch.no_grad\(\)`.* detached arguments"):
         vmap(grad(remat(lambda x: fn(x, cut=False))))(X)
     both(lambda wrap: vmap(grad(wrap(lambda x: fn(x, cut=True))))(X))
+    both(lambda wrap: vmap(grad(summed(wrap(lambda x: grad(lambda x: fn(x, cut=False))(x) * x))))(X))
 
 
 def test_an_autograd_function_without_grad_mode_has_no_second_derivative() -> None:

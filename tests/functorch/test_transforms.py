@@ -22,10 +22,6 @@ def loss(call: Callable) -> Callable[..., Tensor]:
     return lambda *args: total(call(*args))
 
 
-def of_gradient(call: Callable, argnums: Any) -> Callable[..., Tensor]:
-    return lambda *args: total(grad(loss(call), argnums)(*args))
-
-
 def twice_pulled(call: Callable, args: Sequence[Tensor]) -> Any:
     out, pull = vjp(call, *args)
     grads, second = vjp(lambda *args: vjp(call, *args)[1](out), *args)
@@ -34,6 +30,10 @@ def twice_pulled(call: Callable, args: Sequence[Tensor]) -> Any:
 
 def every(args: Sequence[Tensor]) -> tuple[int, ...]:
     return tuple(range(len(args)))
+
+
+def gradients(call: Callable) -> Callable[..., Any]:
+    return lambda *args: grad(loss(call), every(args))(*args)
 
 
 def cosines(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -49,7 +49,7 @@ TRANSFORMS: dict[str, tuple[Transform, tuple[str, ...]]] = {
     "grad_and_value": (lambda f, args: grad_and_value(loss(f), every(args))(*args), ()),
     "vjp": (lambda f, args: pulled(f, *args), ()),
     "vjp(vjp)": (twice_pulled, ("double",)),
-    "grad(grad)": (lambda f, args: grad(of_gradient(f, every(args)), every(args))(*args), ("double",)),
+    "grad(grad)": (lambda f, args: gradients(gradients(f))(*args), ("double",)),
     "jvp": (lambda f, args: jvp(f, tuple(args), cosines(args)), ("jvp",)),
     "jvp, one argument": (lambda f, args: jvp(lambda x: f(x, *args[1:]), args[:1], cosines(args[:1])), ("jvp",)),
     "jvp(jvp)": (lambda f, args: jvp(lambda *a: jvp(f, a, cosines(a)), tuple(args), cosines(args)), ("jvp", "double")),
@@ -59,11 +59,8 @@ TRANSFORMS: dict[str, tuple[Transform, tuple[str, ...]]] = {
     "hessian": (lambda f, args: hessian(loss(f), -1)(*args), ("jacobian", "jvp", "vmap", "double", "not random")),
     "jacrev(jacrev)": (lambda f, args: jacrev(jacrev(loss(f), -1), -1)(*args), ("jacobian", "vmap", "double")),
     "vmap": (mapped, ("vmap",)),
-    "vmap(grad)": (lambda f, args: mapped(grad(loss(f), every(args)), args), ("vmap",)),
-    "vmap(grad(grad))": (
-        lambda f, args: mapped(grad(of_gradient(f, every(args)), every(args)), args),
-        ("vmap", "double"),
-    ),
+    "vmap(grad)": (lambda f, args: mapped(gradients(f), args), ("vmap",)),
+    "vmap(grad(grad))": (lambda f, args: mapped(gradients(gradients(f)), args), ("vmap", "double")),
     "autograd(vmap)": (lambda f, args: through_autograd(lambda *a: mapped(loss(f), a), *args), ("vmap", "jvp")),
 }
 # In these, sums have another order, or torch chooses another formula where it records the graph of the backward.
@@ -161,11 +158,7 @@ ARGUMENTS: dict[str, Callable[[Wrap], Any]] = {
     ],
     "dimensions": lambda wrap: [
         vmap(wrap(lambda x, y: (x.sin() @ W * y, y.sin())), dims, out)(*args)
-        for dims, out, args in (
-            ((1, None), (1, None), (X.T, Y[0])),
-            ((-1, None), (-1, None), (X.T, Y[0])),
-            ((None, 0), 0, (Y[0], X)),
-        )
+        for dims, out, args in [*[((d, None), (d, None), (X.T, Y[0])) for d in (1, -1)], ((None, 0), 0, (Y[0], X))]
     ],
     "dimensions of trees": lambda wrap: vmap(
         lambda d, x: wrap(lambda d, x, *, k: {"o": d["a"] * x.sin() * k, "n": [d["b"][0].cos()]})(d, x, k=2.0),

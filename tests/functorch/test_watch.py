@@ -18,8 +18,6 @@ from benchmarks.measure import leaked_bytes
 from remat import CaptureError, RematError, policies, remat
 
 EVERYTHING = policies.everything_saveable
-
-
 PLACES: dict[str, Callable[[Tensor], Fn]] = {
     "closure": lambda w: lambda x: torch.tanh(x @ w),
     "derived": lambda w: (lambda v: lambda x: torch.tanh(x @ v))(w.sin()),
@@ -289,11 +287,11 @@ def test_a_region_acts_on_one_level_as_without_remat_or_is_refused(act: str, tra
             assert_same(found, expected, exact=False)
 
 
+REFUSED = {"hooks made": "hook on a tensor", "hooks argument": "hook on an", "detaches": "Use `.detach"}
+
+
 @pytest.mark.parametrize("transform", ["grad(grad)", "vmap(grad)", "autograd(grad)"])
-@pytest.mark.parametrize(
-    ("act", "text"),
-    {"hooks made": "hook on a tensor", "hooks argument": "hook on an", "detaches": "Use `.detach"}.items(),
-)
+@pytest.mark.parametrize(("act", "text"), REFUSED.items())
 def test_refused_under_several_levels(act: str, text: str, transform: str) -> None:
     with pytest.raises(RematError, match=text):
         ALL[transform](remat(ACTS[act]), V)
