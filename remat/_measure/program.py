@@ -49,7 +49,7 @@ class Overwritten(PeakMemory):
         """Copy the storages of existing tensors that aren't copied yet."""
         for storage, tensor in strided(tensors):
             key = id(storage)
-            if key not in self._copies and key not in self._refs:
+            if key not in self._copies and key not in self._refs and storage.device.type != "meta":
                 content = as_bytes(tensor)
                 self._copies[key] = content, content.clone()
 

@@ -195,8 +195,7 @@ def test_a_tensor_that_a_module_stores_in_a_transform_is_compared() -> None:
             self.last = self.kept(y)
             return y.exp().sum()
 
-    same: Callable = lambda y: y
-    per_sample: Callable = lambda fn: torch.vmap(grad(fn))
+    same, per_sample = lambda y: y, lambda fn: torch.vmap(grad(fn))
     for kept, transform in ((same, torch.vmap), (torch.detach, grad), (torch.detach, per_sample)):
         result = check(Keeps(kept), rand(2, 3), transform=transform)
         assert result and result.counts == {"result": 1, "gradient": 0, "changed tensor": 1}

@@ -12,6 +12,7 @@ import torch
 from cases import rand
 from measured import Careless, state_of
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vmap
 
 import remat
@@ -174,8 +175,9 @@ def test_the_default_loss_is_the_sum_of_what_can_be_differentiated() -> None:
 
 
 def test_tensors_without_data_can_be_measured() -> None:
-    x, n = torch.ones(3, device="meta"), torch.ones(3, device="meta", dtype=torch.int64)
-    assert [row.op for row in saved_residuals(lambda x, n: (x * n.add_(1)).sin(), x, n)] == ["aten.mul"]
+    for without in (FakeTensorMode().from_tensor, lambda tensor: tensor.to("meta")):
+        x, n = without(torch.ones(3)), without(torch.arange(3))
+        assert [row.op for row in saved_residuals(lambda x, n: (x * n.add_(1)).sin(), x, n)] == ["aten.mul"]
 
 
 def raises(fn: Callable) -> Callable:
