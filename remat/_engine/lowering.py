@@ -97,7 +97,7 @@ class Saver(RegionHooks):
             self._add(None)
             return held
         slot = (Slot if found is None else InputSlot)(self._look(tensor))
-        if node is None and not tensor.requires_grad:
+        if not tensor.requires_grad:
             slot.first = weakref.ref(tensor)
         self._add(weakref.ref(slot))
         return slot

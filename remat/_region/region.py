@@ -180,7 +180,7 @@ class Region:
         What the hooks around it have got they keep: the recompute of an outer region abandons this run too.
         """
         assert self.ambient is not None
-        self.uses_func, self.graded = uses_func, self.graded or graded
+        self.uses_func, self.graded = uses_func, graded
         self.ambient.rewind()
         self.inputs.roll_back()
         self.ran, self.record = False, None
