@@ -147,7 +147,9 @@ def report(
     if policies is not None and (isinstance(policies, str) or not isinstance(policies, Iterable)):
         raise TypeError(f"policies must be a list such as `[None, policies.save_matmuls]`, got {shown(policies)}.")
     if not isinstance(time, bool):
-        raise TypeError(f"time must be True or False, got {shown(time)}. If fn takes it, wrap fn in a lambda.")
+        raise TypeError(
+            f"time must be True or False, got {shown(time)}. If it is an argument of fn, wrap fn in a lambda."
+        )
     if time:
         program.check_has_data("time=True measures steps")
     asked = [_asked(policy) for policy in (_USUAL if policies is None else policies)]

@@ -60,7 +60,9 @@ save_attention: Policy = _Preset(
     """Saves the results of fused attention kernels: the output, the logsumexp and the state of the dropout. Where torch
     computes attention from matrix products and a softmax, there is no such kernel, and nothing is saved.""",
 )
-save_convolutions: Policy = _Preset(Ops(operators.CONVOLUTIONS), "save_convolutions", "Saves results of convolutions.")
+save_convolutions: Policy = _Preset(
+    Ops(operators.CONVOLUTIONS), "save_convolutions", "Saves the results of convolutions."
+)
 save_collectives: Policy = _Preset(
     Ops(operators.COLLECTIVES),
     "save_collectives",

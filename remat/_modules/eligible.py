@@ -63,8 +63,8 @@ def as_library_checkpoints(module: torch.nn.Module, forward: Callable) -> Callab
 
 def _is_cache(value: Any) -> bool:
     """Whether it is a cache of keys and values of a transformers model."""
-    caches: Any = sys.modules["transformers.cache_utils"]  # `modeling_layers` imports it
-    return isinstance(value, caches.Cache)
+    caches: Any = sys.modules.get("transformers.cache_utils")
+    return caches is not None and isinstance(value, caches.Cache)
 
 
 def _without_cache(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
