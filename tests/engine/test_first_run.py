@@ -101,6 +101,16 @@ def test_an_input_that_the_region_changes_and_saves_may_not_change_before_the_ba
         remat(inside)(x, count)
 
 
+def test_a_region_that_starts_again_has_its_old_values() -> None:
+    """It does so where it calls `torch.func.grad`, but not after an error of its own."""
+    x, count, calls = rand(3), torch.ones(3, dtype=torch.float64), torch.zeros(())
+    fn = lambda x, count, derive: calls.add_(1) * count.add_(1) * derive(lambda x: x.sin().sum())(x)
+    assert_same(grad(remat(fn)(x, count, torch.func.grad), x), (-2 * x.sin(),))
+    with pytest.raises(RuntimeError, match="Boolean value"):
+        remat(fn)(x, count, lambda f: bool(x) or f)
+    assert count.tolist() == [3, 3, 3] and calls == 2
+
+
 def test_what_is_older_may_not_change_after_a_region_that_runs_a_backward_pass() -> None:
     x, h = rand(3), rand(3, seed=1).exp()
     derive = lambda x: torch.autograd.grad(x.sin().sum(), x, create_graph=True)[0]

@@ -156,6 +156,8 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     for retain in (True, False):  # the last pass alone releases what is saved
         assert count_ops(lambda keep=retain: grad(out, (x, w), retain_graph=keep))["aten.mm"] == 6
     assert [count_ops(lambda out=out: grad(out, (x, w)))["aten.mm"] for out in saving(two)(x, w)] == [2, 6]
+    c = torch.eye(N, dtype=x.dtype).to_sparse().requires_grad_()
+    assert_same(*[grad(wrap(lambda c: mm_chain(torch.sparse.mm(c, w), x))(c), (w, c))[1].to_dense() for wrap in (saving, plain)])
     chain = saving(lambda x, w, c: repeated(lambda x: (x @ w).tanh(), 8)(x * c))
     assert peak_bytes(lambda: grad(chain(x, w, torch.ones_like(x).detach()), (x, w))) < 14 * KB  # not all products
 
@@ -219,7 +221,12 @@ def of_a_captured_leaf(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
     return wrap(step)(x)
 
 
-INSIDE = [without_graph, of_an_inner_leaf, of_leaves, through_regions, of_a_captured_leaf]
+def in_inner_regions(wrap: Wrap, x: Tensor, w: Tensor) -> Tensor:
+    inner = wrap(lambda x: without_graph(wrap, x, w))
+    return wrap(lambda x: inner(x.sin()).cos())(x.exp())
+
+
+INSIDE = [in_inner_regions, without_graph, of_an_inner_leaf, of_leaves, through_regions, of_a_captured_leaf]
 
 
 @pytest.mark.parametrize("wrap", [remat, owning, saving], ids=["remat", "owning", "saving"])
@@ -255,6 +262,7 @@ def test_a_backward_pass_inside_recomputes_no_more_than_its_part() -> None:
             out = region(x)
         assert seen[-1] == products  # of the first run, of a recompute if values are missing, and of the gradient
         assert_same(grad(out, (X, W)), grad(f(x), (X, W)))
+        assert held_bytes(region, x) == x.nbytes
 
 
 class ReadsTwice(torch.autograd.Function):
