@@ -17,7 +17,9 @@ from host_copies import Copies
 from torch._dynamo.utils import counters
 
 from benchmarks.measure import gc_disabled
-from remat._core import host_memory
+from remat._core import host_memory, private
+from remat._core.private import modes_that_see
+from remat._core.state import state
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 DEVICE = Path(__file__).parent / "device"
@@ -96,9 +98,17 @@ def _frozen() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    """The same random numbers in every test, whatever tests ran before."""
+def seed() -> Iterator[None]:
+    """The same random numbers in every test, whatever tests ran before. It may leave nothing switched."""
     torch.manual_seed(0)
+    before = _switches()
+    yield
+    assert _switches() == before
+
+
+def _switches() -> list[Any]:
+    torchs = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), modes_that_see(), private.top_hooks(True)
+    return [*torchs, *[getattr(state, name) for name in dir(state) if not name.startswith("__")]]
 
 
 @pytest.fixture

@@ -321,7 +321,7 @@ class Within(Policy):
         return self.inner._evaluate(op, names, ask) if verdict is RECOMPUTE else verdict
 
 
-def within(outer: Policy | None, policy: Policy) -> Policy:
+def effective(outer: Policy | None, policy: Policy) -> Policy:
     """Return the effective policy of a region with ``policy`` that is called inside a region with policy ``outer``."""
     if outer is None or outer == policy:
         return policy

@@ -47,7 +47,7 @@ def question(func: Any, args: tuple, kwargs: dict, result: Any) -> Question:
     return Question(context, func, args, kwargs, {})
 
 
-class Answers(list[tuple[Any, Any]]):
+class AnswerLog(list[tuple[Any, Any]]):
     """The verdicts of predicates in regions inside a region, in one run of it. A recompute repeats those of the first.
 
     A predicate that counts its calls would decide differently. Each verdict is next to the operator that it is about.

@@ -64,7 +64,7 @@ class Options:
 
     @property
     def may_skip(self) -> bool:
-        """Whether a recompute may skip values that nothing needs: not if all values are compared."""
+        """Whether a recompute may skip values that nothing needs: not if values are compared, those of results too."""
         return self.determinism_check != "values"
 
     def overridden(self) -> Options:

@@ -18,7 +18,7 @@ from .._core.known import Known
 from .._core.lines import Line, user_line
 from .._core.ranges import in_range
 from .._core.state import first_run, recomputing, state, within
-from .._policy.predicates import Answers
+from .._policy.predicates import AnswerLog
 from ..errors import MutationError, RematError
 from .arguments import Arguments, Outputs
 from .error_context import LOGGER, log_saved, with_region
@@ -64,7 +64,7 @@ class Region:
         self.inputs = Inputs(fn, arguments, tensors)
         self.outputs = Outputs(options)
         self.ambient: Ambient | None = None  # at its start
-        self.answers = Answers()  # of the predicates in regions inside it, in its first run
+        self.answers = AnswerLog()  # of the predicates in regions inside it, in its first run
         self.ran = False
         self.record: Any = None  # of the first run under a policy, when it has ended
         self.kinds = kinds  # of the torch.func levels that it was called under, the bottom one first
@@ -129,7 +129,7 @@ class Region:
         assert self.ambient is not None
         inputs = self.inputs
         try:
-            with turn(), recomputing(self.options.override, Answers(self.answers)), self.ambient.restored():
+            with turn(), recomputing(self.options.override, AnswerLog(self.answers)), self.ambient.restored():
                 first_hook = RemovableHandle.next_id
                 operands, captured = inputs.again(operands)
                 variables, watched = inputs.bound_again(operands, captured), inputs.captured.watched(captured)

@@ -15,7 +15,7 @@ from .._core.known import Known
 from .._core.private import DispatchMode, FakeTensor, without_torch_function
 from .._core.state import state
 from .._core.tensors import is_wrapper_call, parts
-from .._policy.policy import Budget, as_policy, within
+from .._policy.policy import Budget, as_policy, effective
 from .._region.hooks import in_torch_checkpoint, of_region
 from ..errors import RematError
 from .mode import RegionMode
@@ -164,7 +164,7 @@ def recorder_for(region: Any) -> Recorder | None:
     if isinstance(own, Budget) and (outer or in_region or in_torch_checkpoint()):
         # In a recompute of the enclosing region it might choose something else, unless it has chosen before.
         own, known = own if own.chosen and not outer else as_policy(None), Known()
-    policy = within(outer[-1] if outer else None, own)
+    policy = effective(outer[-1] if outer else None, own)
     if policy.saves_nothing:
         return None
     if FakeTensor in map(type, region.inputs.with_captured(region.inputs.operands)):

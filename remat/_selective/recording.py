@@ -17,7 +17,7 @@ from .._core.lines import Line, user_line
 from .._core.state import state
 from .._core.tensors import holder, is_differentiable, is_plain, parts
 from .._policy.policy import Budget, Policy, Verdict
-from .._policy.predicates import Answers, Question, question
+from .._policy.predicates import AnswerLog, Question, question
 from .._policy.warnings import Warned
 from .._region.hooks import Hooks, of_region
 from .choices import Choices
@@ -42,7 +42,7 @@ class Judge:
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
         self._questions: dict[int, Question] = {}  # about the operations of steps, if a name may ask again
         logs = state.logs if policy.asks else ()
-        self._answers = [each for each in logs if isinstance(each, Answers)]  # those in the regions around it
+        self._answers = [each for each in logs if isinstance(each, AnswerLog)]  # those in the regions around it
 
     def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict:
         """Return the verdict on an operation whose results these steps have made."""

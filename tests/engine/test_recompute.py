@@ -115,6 +115,8 @@ def test_each_leaf_of_a_tree_of_regions_is_recomputed_once_per_level_at_most(dep
         recomputes.append(is_recomputing())
         return (x @ w).sin()
 
+    assert held_bytes(tree(remat(leaf), depth), X, W) == X.nbytes
+    recomputes.clear()
     found = grad(tree(remat(leaf), depth)(X, W), (X, W))
     assert recomputes.count(False) == 2**depth <= recomputes.count(True) <= 2**depth * (depth + 1)
     assert_same(found, grad(tree(leaf, depth, plain)(X, W), (X, W)))
@@ -156,8 +158,8 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     for retain in (True, False):  # the last pass alone releases what is saved
         assert count_ops(lambda keep=retain: grad(out, (x, w), retain_graph=keep))["aten.mm"] == 6
     assert [count_ops(lambda out=out: grad(out, (x, w)))["aten.mm"] for out in saving(two)(x, w)] == [2, 6]
-    c = torch.eye(N, dtype=x.dtype).to_sparse().requires_grad_()
-    assert_same(*[grad(wrap(lambda c: mm_chain(torch.sparse.mm(c, w), x))(c), (w, c))[1].to_dense() for wrap in (saving, plain)])
+    c, chain = torch.eye(N, dtype=x.dtype).to_sparse().requires_grad_(), lambda c: mm_chain(torch.sparse.mm(c, w), x)
+    assert_same(*[grad(wrap(chain)(c), (w, c))[1].to_dense() for wrap in (saving, plain)])
     chain = saving(lambda x, w, c: repeated(lambda x: (x @ w).tanh(), 8)(x * c))
     assert peak_bytes(lambda: grad(chain(x, w, torch.ones_like(x).detach()), (x, w))) < 14 * KB  # not all products
 

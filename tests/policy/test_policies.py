@@ -15,8 +15,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from remat import PolicyError, policies
 from remat import checkpoint_policies as in_jax
-from remat._policy.policy import Policy, Verdict, as_policy, within
-from remat._policy.predicates import Answers, Question
+from remat._policy.policy import Policy, Verdict, as_policy, effective
+from remat._policy.predicates import AnswerLog, Question
 
 
 def name_of(value: Any) -> str:
@@ -249,18 +249,18 @@ def test_another_conflict_raises_when_it_occurs() -> None:
 
 
 def test_a_verdict_is_repeated_about_the_same_operator_only() -> None:
-    again = Answers([(MM, 1), (RELU, 2), (CONV, 3)])
+    again = AnswerLog([(MM, 1), (RELU, 2), (CONV, 3)])
     assert [again.verdict(op, lambda: 4) for op in (MM, BMM, CONV)] == [1, 4, 3]
     again.go_back(1)
     assert again.count == 1 and again.verdict(RELU, lambda: 4) == 2
 
 
 def test_the_policy_of_an_enclosing_region_decides_first() -> None:
-    assert within(None, matmuls) is within(matmuls, matmuls) is within(matmuls, NOTHING) is matmuls
-    policy = within(offload(matmuls), NAMED | matmuls)
+    assert effective(None, matmuls) is effective(matmuls, matmuls) is effective(matmuls, NOTHING) is matmuls
+    policy = effective(offload(matmuls), NAMED | matmuls)
     assert judge(policy, MM) is judge(policy, MM, "q") is OFFLOAD
     assert judge(policy, RELU) is RECOMPUTE and judge(policy, RELU, "q") is SAVE
-    assert policy.judges_names and not policy.saves_nothing and within(matmuls, as_policy(large)).asks
+    assert policy.judges_names and not policy.saves_nothing and effective(matmuls, as_policy(large)).asks
 
 
 @pytest.mark.parametrize(
