@@ -14,12 +14,11 @@ import pytest
 import torch
 import torch._dynamo  # an import in a test would leave its frames, and their tensors, in reference cycles
 from host_copies import Copies
+from surroundings import assert_as_before, surroundings
 from torch._dynamo.utils import counters
 
 from benchmarks.measure import gc_disabled
-from remat._core import host_memory, private
-from remat._core.private import modes_that_see
-from remat._core.state import state
+from remat._core import host_memory
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 DEVICE = Path(__file__).parent / "device"
@@ -101,14 +100,9 @@ def _frozen() -> None:
 def seed() -> Iterator[None]:
     """The same random numbers in every test, whatever tests ran before. It may leave nothing switched."""
     torch.manual_seed(0)
-    before = _switches()
+    before = surroundings()
     yield
-    assert _switches() == before
-
-
-def _switches() -> list[Any]:
-    torchs = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), modes_that_see(), private.top_hooks(True)
-    return [*torchs, *[getattr(state, name) for name in dir(state) if not name.startswith("__")]]
+    assert_as_before(before, drawn=True)
 
 
 @pytest.fixture

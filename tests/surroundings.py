@@ -1,4 +1,4 @@
-"""The state around a region that must be as before after an error, and after a backward pass."""
+"""The state around a region that must be as before after a test, an error, and a backward pass."""
 
 import random
 from typing import Any
@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from remat import is_recomputing
 from remat._core import private
 from remat._core.state import state
 
@@ -30,7 +29,7 @@ def surroundings(*modules: torch.nn.Module) -> dict[str, Any]:
         "attention": torch.backends.cuda.flash_sdp_enabled(),
         "function modes": torch.overrides._len_torch_function_stack(),
         "dispatch modes": torch.utils._python_dispatch._len_torch_dispatch_stack(),
-        "state": (is_recomputing(), state.watch, state.own_work, state.override, state.logs, state.policies),
+        "state": [getattr(state, name) for name in dir(state) if not name.startswith("__")],
         "tensors": [id(t) for module in modules for t in (*module.parameters(), *module.buffers())],
     }
 
