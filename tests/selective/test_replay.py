@@ -281,6 +281,14 @@ def test_a_saved_batch_norm_is_skipped_despite_its_statistics(read: bool) -> Non
         assert count == 0 or policy is None or read
 
 
+def test_statistics_that_only_a_recompute_reads_are_not_skipped() -> None:
+    layer, x, seen = nn.BatchNorm1d(4, dtype=torch.float64), rand(4, 4), list[Any]()
+    fn = lambda x: (layer(x.sin()) * 2, is_recomputing() and seen.append((layer.running_mean * 1).tolist()))[0]
+    policy = policies.save_ops("aten.native_batch_norm")
+    torch.autograd.grad(remat(fn, policy=policy, early_stop=False)(x).sum(), x)
+    assert seen == [layer.running_mean.tolist()]
+
+
 def test_a_predicate_is_called_once() -> None:
     asked: list[str] = []
 
