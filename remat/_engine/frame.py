@@ -270,7 +270,7 @@ class Filler(RegionHooks):
         plan = None
         if not whole:  # the slots of a frame without a record are those of another derivative
             plan = record.plan(None if frame.record is None else filter(None, self.slots))
-        return Run(log, replay=Replay(record, plan, self.is_last and not self.to_the_end))
+        return Run(log, replay=Replay(record, plan, self.is_last))
 
     def release(self) -> None:
         """Drop all references: a container may still lead to a node of the recompute, which owns its pack hook."""
