@@ -42,10 +42,7 @@ class Twice(torch.autograd.Function):
         return 2 * g * ctx.saved_tensors[0]
 
 
-def aliased(name: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: name(torch.exp(x.sin())).sin().sin()
-
-
+aliased = lambda name: lambda x: name(torch.exp(x.sin())).sin().sin()
 PROGRAMS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "itself": (aliased(lambda h: checkpoint_name(h, "h")), "exp"),
     "read before it was named": (aliased(lambda h: (h.cos(), checkpoint_name(h, "h"))[1]), "exp"),
@@ -78,10 +75,7 @@ def test_the_operation_that_made_a_named_value_is_not_recomputed(program: str) -
         assert recomputed(fn, policy, rand(3, 3))[f"aten.{op}"] == count
 
 
-def named(x: Tensor, w: Tensor) -> Tensor:
-    return torch.sin(checkpoint_name(torch.exp(x @ w), "h")).sum()
-
-
+named = lambda x, w: torch.sin(checkpoint_name(torch.exp(x @ w), "h")).sum()
 TRANSFORMS: dict[str, Callable[[Callable], Callable[[Tensor, Tensor], Any]]] = {
     "vmap(grad) of both": lambda f: lambda x, w: vmap(grad(f, argnums=(0, 1)))(x, w.expand(len(x), *w.shape)),
     "grad(vmap)": lambda f: grad(lambda x, w: vmap(f, in_dims=(0, None))(x, w).sum(), argnums=(0, 1)),
@@ -98,10 +92,7 @@ def test_names_keep_their_meaning_under_transforms(transform: str) -> None:
     assert count_ops(region, *args)["aten.exp"] == count_ops(run(named), *args)["aten.exp"]
 
 
-def first(x: Tensor) -> Tensor:
-    return checkpoint_name(x.sin(), "h").sin().sin()
-
-
+first = lambda x: checkpoint_name(x.sin(), "h").sin().sin()
 ANY, EVERYTHING = policies.save_any_names_but_these(), ~policies.save_only_these_names()
 
 

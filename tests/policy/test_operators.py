@@ -44,14 +44,8 @@ def kept(policy: Policy, fn: Callable, *args: Any) -> list[str]:
     return kept.names
 
 
-def rand(*sizes: int) -> Tensor:
-    return torch.randn(*sizes).requires_grad_()
-
-
-def einsum(equation: str) -> Callable[..., Tensor]:
-    return functools.partial(torch.einsum, equation)
-
-
+rand = lambda *sizes: torch.randn(*sizes).requires_grad_()
+einsum = lambda equation: functools.partial(torch.einsum, equation)
 Calls = dict[str, tuple[Callable, tuple[Tensor, ...]]]
 PRODUCTS: Calls = {
     "matrix @ matrix": (torch.matmul, (rand(4, 4), rand(4, 4))),
