@@ -10,7 +10,7 @@ import secrets
 import weakref
 from collections import deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import ModuleType
@@ -53,25 +53,13 @@ def of(x: Tensor, factor: Any) -> Tensor:
     return (x * factor).sin().exp()
 
 
-def written(write: Callable[[float], Any]) -> AbstractContextManager[None]:
-    return setting(write, 3.0, 2.0)
-
-
-def item(container: Any, key: Any) -> Callable:
-    return partial(written, lambda value: container.__setitem__(key, value))
-
-
-def attribute(target: Any, name: str) -> Callable:
-    return partial(written, lambda value: setattr(target, name, value))
-
+written = lambda write: setting(write, 3.0, 2.0)
+item = lambda container, key: partial(written, lambda value: container.__setitem__(key, value))
+attribute = lambda target, name: partial(written, lambda value: setattr(target, name, value))
 
 # A program: a function, a context around its forward, and one around its backward.
 Program = tuple[Callable, Callable, Callable]
-
-
-def later(fn: Callable, change: Callable) -> Program:
-    return fn, nullcontext, change
-
+later: Callable[[Callable, Callable], Program] = lambda fn, change: (fn, nullcontext, change)
 
 HOLDER, MODULE, GLOBALS, PRECISION = Holder(), nn.Module(), globals(), torch.backends.cuda.matmul
 MODULE.weight = nn.Parameter(torch.ones(()))

@@ -22,17 +22,9 @@ HOLDER = types.SimpleNamespace()
 MODULE = types.ModuleType("remat_test_held")  # the search for captured tensors doesn't look into it
 
 
-def combined(y: Tensor, a: Tensor) -> Tensor:
-    return y @ y.cos() + a.sin()
-
-
-def product(p: Tensor, q: Tensor) -> Tensor:
-    return (p * q.cos() + 1).sin()
-
-
-def hidden() -> Any:
-    return getattr(MODULE, "held")  # noqa: B009
-
+combined = lambda y, a: y @ y.cos() + a.sin()
+product = lambda p, q: (p * q.cos() + 1).sin()
+hidden = lambda: getattr(MODULE, "held")  # noqa: B009
 
 # Each makes a function that captures a tensor, and its arguments. `inner` is a region of `product`.
 CASES: dict[str, Callable[[Wrap, Callable, Tensor], tuple[Callable, tuple]]] = {
@@ -70,10 +62,7 @@ def second_order(run: Callable) -> Any:
     return first, torch.autograd.grad(first.square().sum(), x)
 
 
-def loss(run: Callable) -> Callable:
-    return lambda x: run(x).square().sum()
-
-
+loss = lambda run: lambda x: run(x).square().sum()
 TRANSFORMS: dict[str, Callable] = {
     "grad": lambda run: grad(loss(run))(tensor()),
     "jvp": lambda run: jvp(run, (tensor(),), (tensor().cos(),)),

@@ -47,10 +47,7 @@ def block(x: Tensor, w: Tensor, inside: Callable = nullcontext) -> Tensor:
     return hidden.exp() @ w
 
 
-def block_with(context: Callable) -> Callable:
-    return lambda x, w: block(x, w, context)
-
-
+block_with = lambda context: lambda x, w: block(x, w, context)
 noisy = lambda x, w: block(x, w) * torch.rand(4, dtype=x.dtype)
 calls_func = lambda x, w: torch.func.grad(lambda x: (x @ w).sin().sum())(x.tanh()) @ w
 
@@ -84,16 +81,15 @@ class Hooks(graph.saved_tensors_hooks):
 rounding = partial(Hooks, Tensor.float, Tensor.double)
 pinned = partial(save_on_cpu, pin_memory=True)  # makes all tensors contiguous, also on the CPU
 disabled = partial(graph.disable_saved_tensors_hooks, "not in my house")
+region: Callable[[Callable], Build] = lambda fn: lambda wrap: wrap(fn)
+mapped: Callable[[Callable], Build] = lambda fn: lambda wrap: torch.vmap(wrap(lambda x, w: fn(x[None], w)), (0, None))
+same: Callable[[Check], Check] = lambda derive: lambda wrap: assert_same(derive(wrap), derive(plain))
 
 
 @contextmanager
 def hooks_in_hooks() -> Iterator[None]:
     with Hooks(there=pytest.fail), Hooks():
         yield
-
-
-def region(fn: Callable) -> Build:
-    return lambda wrap: wrap(fn)
 
 
 def region_in_region(fn: Callable, context: Callable = nullcontext) -> Build:
@@ -112,17 +108,9 @@ def region_in_region(fn: Callable, context: Callable = nullcontext) -> Build:
     return build
 
 
-def mapped(fn: Callable) -> Build:
-    return lambda wrap: torch.vmap(wrap(lambda x, w: fn(x[None], w)), (0, None))
-
-
 def laid_out(lay: Callable[[Tensor], Tensor]) -> Build:
     reads_the_layout = lambda a, w: (a * w[0, :1]).tanh() if a.is_contiguous() else (a * w[0, :1]).sin().exp()
     return lambda wrap: lambda x, w: wrap(reads_the_layout)(lay(x), w)
-
-
-def same(derive: Check) -> Check:
-    return lambda wrap: assert_same(derive(wrap), derive(plain))
 
 
 def derivatives(fn: Callable, around: Callable = nullcontext, backward: Callable = nullcontext) -> tuple:
