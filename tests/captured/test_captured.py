@@ -28,14 +28,8 @@ from remat._captured.variables import Copy, Entries, Items, bound
 W = torch.ones(2)
 PAIR = (torch.ones(2), 3)
 uses_global: Callable = lambda x: x * W
-
-
-def paths(*roots: Any) -> list[str]:
-    return [str(path) for path, _ in find(*roots).tensors]
-
-
-def tensors(*roots: Any) -> list[Any]:
-    return [value for _, value in find(*roots).tensors]
+paths: Callable[..., list[str]] = lambda *roots: [str(path) for path, _ in find(*roots).tensors]
+tensors: Callable[..., list[Any]] = lambda *roots: [value for _, value in find(*roots).tensors]
 
 
 def held_by(held: Any) -> Callable:
