@@ -307,11 +307,8 @@ def test_hooks_that_the_function_registers_run_once(call: Callable) -> int:
     return len(seen)
 
 
-def drawn(fn: Callable, *args: Any, **options: Any) -> Callable:
-    return lambda call: dropped(lambda x: call(fn, x, *args, **options))
-
-
 FAILS = Fails(RuntimeError)
+drawn = lambda fn, *args, **options: lambda call: dropped(lambda x: call(fn, x, *args, **options))
 mapped = lambda call: torch.vmap(lambda x: call(deep, x))
 noisy = lambda x, generator: (x * torch.rand(64, generator=generator)).sin().exp()
 RANDOM, BATCHED = "`preserve_rng_state`", "`torch.func`: `vmap`"

@@ -41,14 +41,8 @@ def lib(request: pytest.FixtureRequest) -> Any:
     return pytest.importorskip(LIBRARY) if request.param == "fairscale" else remat.compat
 
 
-def is_original(lib: Any) -> bool:
-    return lib is not remat.compat
-
-
-def norms() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Tanh())
-
-
+is_original = lambda lib: lib is not remat.compat
+norms = lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.BatchNorm1d(4), nn.Tanh())
 X = rand(5, 4)
 H = rand(5, 4, seed=1, grad=False)  # without a gradient
 

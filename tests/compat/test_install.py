@@ -146,18 +146,9 @@ def model() -> nn.Module:
     return nn.Sequential(*blocks, nn.Sequential(nn.Linear(8, 2))).double()
 
 
-def is_block(module: nn.Module) -> bool:
-    return isinstance(module, nn.Sequential) and len(module) == 3
-
-
-def step(model: nn.Module) -> list[Tensor]:
-    return list(torch.autograd.grad(model(X).square().sum(), list(model.parameters())))
-
-
-def changed(model_: nn.Module) -> list[str]:
-    return [n for n, m in model_.named_modules() if type(m) is not type(model().get_submodule(n))]
-
-
+is_block = lambda module: isinstance(module, nn.Sequential) and len(module) == 3
+step = lambda model: torch.autograd.grad(model(X).square().sum(), list(model.parameters()))
+changed = lambda ours: [n for n, m in ours.named_modules() if type(m) is not type(model().get_submodule(n))]
 X = rand(32, 8, grad=False)
 NO_REENTRANT = functools.partial(torchs.checkpoint_wrapper, checkpoint_impl=torchs.CheckpointImpl.NO_REENTRANT)
 WRAPPERS = torchs.checkpoint_wrapper, NO_REENTRANT, compat.checkpoint_wrapper
