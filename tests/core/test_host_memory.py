@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
 from accelerator import DEVICE, LONG, backend, each_device
-from cases import assert_same, in_threads, rand, repeated
+from cases import assert_same, gradient, in_threads, rand, repeated
 from host_copies import Copies
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,6 +23,7 @@ from remat._core.host_memory import Group, Offloaded, stays
 MIB = 2**20
 pytestmark = pytest.mark.usefixtures("collector_off")
 cuda = pytest.mark.cuda
+plainly = lambda x, count: gradient(repeated(lambda t: t.sin().exp(), count), x)
 
 
 def regions(x: Tensor, count: int, steps: int = 1, unpack: Callable = Offloaded.get) -> tuple[Tensor, list[Group]]:
@@ -35,10 +36,6 @@ def regions(x: Tensor, count: int, steps: int = 1, unpack: Callable = Offloaded.
                 x = x.sin().exp()
         groups.append(group)
     return x.sum(), groups
-
-
-def plainly(x: Tensor, count: int) -> Tensor:
-    return torch.autograd.grad(repeated(lambda t: t.sin().exp(), count)(x).sum(), x)[0]
 
 
 def test_a_tensor_is_copied_out_and_back_once(far: Copies) -> None:
