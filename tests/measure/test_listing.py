@@ -142,9 +142,7 @@ def test_modules_have_the_names_that_the_function_uses(wrap: Callable) -> None:
         def loss(self, x: Tensor) -> Tensor:
             return self.models[0](x).sin()
 
-    def modules(fn: Callable, *args: Any) -> set[str | None]:
-        return {row.module for row in saved_residuals(wrap(fn), *args)}
-
+    modules = lambda fn, *args: {row.module for row in saved_residuals(wrap(fn), *args)}
     assert {"model.layers.2.norm1", None} <= modules(lambda x: model(x).sin().sin(), x)
     assert {"layers.2.norm1", "layers.0.norm2"} <= modules(model, x) & modules(model.forward, x)
     assert "models[0].layers.1.norm2" in modules(Trainer().loss, x)
