@@ -24,10 +24,7 @@ X = torch.linspace(-1, 1, 12).view(4, 3)
 RUNS: list[bool] = []  # which runs of a region recompute, where Python executes them
 INSIDE: list[weakref.ref] = []  # values inside regions
 MATMULS, NAMES = policies.save_matmuls, policies.save_only_these_names("h")
-
-
-def compiled(f: Callable) -> Callable:
-    return torch.compile(f, backend="aot_eager")
+compiled = lambda f: torch.compile(f, backend="aot_eager")
 
 
 def regions(counter: CompileCounterWithBackend) -> int:
