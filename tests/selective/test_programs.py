@@ -34,10 +34,7 @@ norm = lambda x: F.layer_norm(x, (N,), WEIGHT, BIAS)  # its mean and variance ar
 pytestmark = [pytest.mark.usefixtures("filled_memory"), pytest.mark.filterwarnings("ignore:The policy")]
 
 
-def operators(names: str) -> policies.Policy:
-    return as_policy([f"aten.{name}" for name in names.split()])  # which may return views
-
-
+operators = lambda names: as_policy([f"aten.{name}" for name in names.split()])  # which may return views
 ODD = operators("sin mul add_ copy_ clone bernoulli_ uniform_ native_dropout zeros_like empty_like empty lift_fresh t_")
 NAMES = policies.save_only_these_names("h", "a*")
 POLICIES = {
