@@ -21,6 +21,9 @@ Wrap = Callable[..., Fn]
 W, X, Y = rand(4, 4, grad=False), rand(4, 4, seed=1, grad=False), rand(4, 4, seed=2, grad=False)
 V = X[0]
 vmap = functools.partial(torch.func.vmap, randomness="different")
+summed: Callable[[Fn], Fn] = lambda fn: lambda *args: fn(*args).sum()
+squares: Callable[[Fn], Fn] = lambda fn: lambda x: fn(x).square().sum()
+pushed: Callable[[Fn], Fn] = lambda fn: lambda x: jvp(fn, (x,), (x.cos(),))[1]
 
 
 def both(program: Callable[[Wrap], Any], exact: bool = False, **options: Any) -> None:
@@ -31,14 +34,6 @@ def both(program: Callable[[Wrap], Any], exact: bool = False, **options: Any) ->
 def f(x: Tensor) -> Tensor:
     """Its backward needs the first product, not the second one."""
     return torch.tanh(x @ W) @ W
-
-
-def summed(fn: Fn) -> Fn:
-    return lambda *args: fn(*args).sum()
-
-
-def squares(fn: Fn) -> Fn:
-    return lambda x: fn(x).square().sum()
 
 
 def forces(fn: Fn) -> Fn:
@@ -58,10 +53,6 @@ def pulled(fn: Fn, *args: Tensor) -> Any:
     """A pullback is called twice."""
     out, pull = vjp(fn, *args)
     return out, pull(out), pull(out)
-
-
-def pushed(fn: Fn) -> Fn:
-    return lambda x: jvp(fn, (x,), (x.cos(),))[1]
 
 
 def by_dual(fn: Fn, x: Tensor) -> Any:

@@ -16,32 +16,17 @@ from words import WORDS, check
 from remat import remat
 
 Transform = Callable[[Callable, Sequence[Tensor]], Any]
-
-
-def loss(call: Callable) -> Callable[..., Tensor]:
-    return lambda *args: total(call(*args))
+every: Callable[[Sequence[Tensor]], tuple[int, ...]] = lambda args: tuple(range(len(args)))
+cosines: Callable[[Sequence[Tensor]], tuple[Tensor, ...]] = lambda args: tuple(t.cos() for t in args)
+loss: Callable[[Fn], Fn] = lambda call: lambda *args: total(call(*args))
+gradients: Callable[[Fn], Fn] = lambda call: lambda *args: grad(loss(call), every(args))(*args)
+mapped: Transform = lambda call, args: vmap(call)(*map(rows, args))
 
 
 def twice_pulled(call: Callable, args: Sequence[Tensor]) -> Any:
     out, pull = vjp(call, *args)
     grads, second = vjp(lambda *args: vjp(call, *args)[1](out), *args)
     return grads, second(grads), vjp(pull, out)[1](grads)
-
-
-def every(args: Sequence[Tensor]) -> tuple[int, ...]:
-    return tuple(range(len(args)))
-
-
-def gradients(call: Callable) -> Callable[..., Any]:
-    return lambda *args: grad(loss(call), every(args))(*args)
-
-
-def cosines(args: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(t.cos() for t in args)
-
-
-def mapped(call: Callable, args: Sequence[Tensor]) -> Any:
-    return vmap(call)(*map(rows, args))
 
 
 # What differentiates a function at its arguments, and the flags of the cases where plain torch can do it.
