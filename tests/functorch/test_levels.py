@@ -38,10 +38,7 @@ def depends(x: Tensor, y: Tensor) -> Tensor:
     return y if g is None else g.sin() * y
 
 
-def unused(x: Tensor, y: Tensor) -> Tensor:
-    return x.sin()
-
-
+unused = lambda x, y: x.sin()
 # Dropout draws in the order of elements at a level, in that of memory below.
 FUNCTIONS: dict[str, Callable[[Wrap], Fn]] = {
     "unused": lambda wrap: wrap(unused),
@@ -272,10 +269,7 @@ def test_another_result_may_change_where_samples_share_an_argument() -> None:
     both(program)
 
 
-def scores(x: Tensor) -> Tensor:
-    return checkpoint_name(x.masked_fill(X > 0.8, -torch.inf) * 0.5, "h").softmax(-1) @ W
-
-
+scores = lambda x: checkpoint_name(x.masked_fill(X > 0.8, -torch.inf) * 0.5, "h").softmax(-1) @ W
 SCORES: dict[str, Callable[[Wrap], Fn]] = {
     "over": lambda wrap: wrap(lambda x: ((x @ W).masked_fill(X > 0.8, -torch.inf) / 2).softmax(-1)),
     "nested": lambda wrap: wrap(lambda x: wrap(scores)(x * 1).sin()),

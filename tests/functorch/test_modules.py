@@ -51,18 +51,12 @@ def make_params(tied: bool) -> dict[str, Tensor]:
     return {name: rand(*p.shape, seed=i, grad=False) for i, (name, p) in enumerate(named)}
 
 
-def loss(net: nn.Module) -> Callable[..., Tensor]:
-    return lambda params, x: functional_call(net, params, (x,)).sin().sum()
-
-
 def detached(net: nn.Module) -> tuple[dict, dict]:
     return {n: p.detach() for n, p in net.named_parameters()}, {n: b.clone() for n, b in net.named_buffers()}
 
 
-def through_params(fn: Callable, params: dict) -> Any:
-    return through_autograd(lambda *values: fn(dict(zip(params, values))), *params.values())
-
-
+loss = lambda net: lambda params, x: functional_call(net, params, (x,)).sin().sum()
+through_params = lambda fn, params: through_autograd(lambda *each: fn(dict(zip(params, each))), *params.values())
 BIAS = "last.first.bias"
 # The last two run a backward after the module got its own parameters back.
 TRANSFORMS: dict[str, Callable[[Callable, dict], Any]] = {

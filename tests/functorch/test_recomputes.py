@@ -79,10 +79,7 @@ def test_gradients_of_parameters_that_are_not_requested(given: str, transform: C
 
 
 LONG = rand(64, grad=False)
-
-
-def tall(wrap: Wrap) -> Fn:
-    return repeated(wrap(lambda x: x.sin().exp().sin().exp().sin().exp().sin()), 8)
+tall = lambda wrap: repeated(wrap(lambda x: x.sin().exp().sin().exp().sin().exp().sin()), 8)
 
 
 def with_a_captured_weight(wrap: Wrap) -> Any:
@@ -150,10 +147,7 @@ def loss(wrap: Wrap) -> Callable[[list, Tensor], Tensor]:
     return call
 
 
-def norm_of(fn: Fn) -> Fn:
-    return lambda *args: sum(t.square().sum() for t in tree_leaves(fn(*args)))
-
-
+norm_of = lambda fn: lambda *args: sum(t.square().sum() for t in tree_leaves(fn(*args)))
 SHARED = {"in_dims": (None, 0)}
 # Programs of the weights and a batch of samples, and which part of the memory without remat each needs at most:
 # gradients of all weights per sample, and a Jacobian, are themselves larger than the residuals.
