@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.measure import count_ops, held_bytes
-from remat import MutationError, remat
+from remat import MutationError, RematWarning, policies, remat
 from remat.compat import checkpoint_wrapper
 
 
@@ -63,6 +63,8 @@ def test_what_exists_without_the_region_takes_no_memory_and_no_recompute() -> No
     for region in (remat(fn), remat(remat(fn))):
         assert held_bytes(region, x) == KB  # the result
     assert count_ops(lambda: grad(remat(lambda x: x.t() * w[:])(x), x))["aten.mul"] == 1 + 1
+    with pytest.warns(RematWarning, match="matched none"):  # in the backward, which reads an input only
+        grad(remat(torch.sin, policy=policies.save_matmuls)(x), x)
     hidden = {constant := w.detach()}
     for held in (lambda: constant, lambda: next(iter(hidden))):  # the search finds the first one only
         for fn in (lambda x, c: (x * c).exp(), torch.mul, remat(torch.mul)):
