@@ -51,7 +51,7 @@ class Record:
         if choices is None:
             return
         steps, made = choices.steps(self.program), recording.log.made
-        self.saved_values.save_only([value for value in self.saved_values.allowed if made[value] in (steps or ())])
+        self.saved_values.revoke([value for value in self.saved_values.allowed if made[value] not in (steps or ())])
         if steps is None:
             choices.close(self.program, self._wanted, results)
 

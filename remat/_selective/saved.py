@@ -8,7 +8,7 @@ operations read are candidates, which are kept alive.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import nullcontext
 from itertools import takewhile
 from typing import Any, NamedTuple
@@ -180,13 +180,13 @@ class SavedValues:
         One that is in an input isn't saved: it may be overwritten as soon as the region has ended.
         """
         if verdict is Verdict.RECOMPUTE:
-            self.save_only(self.allowed.keys() - {value})
+            self.revoke([value])
         elif value not in self.log.in_inputs:
             self.allowed[value] = verdict
 
-    def save_only(self, values: Collection[int]) -> None:
-        """Allow only these values to be saved, and release what is saved of all others."""
-        gone = self.allowed.keys() - values
+    def revoke(self, values: Iterable[int]) -> None:
+        """Don't allow values to be saved after all, and release what is saved of them."""
+        gone = self.allowed.keys() & values
         for value in gone:
             del self.allowed[value]
             self.candidates.pop(value, None)
