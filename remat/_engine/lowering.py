@@ -112,14 +112,14 @@ class Saver(RegionHooks):
         before, state.own_work = state.own_work, True  # if an autograd Function calls the hooks, they run under modes
         try:
             packed = self.pack(tensor)
+            if isinstance(packed, Slot):
+                if recording is not None:
+                    recording.saved(tensor, packed)
+                if self.frame.read_inside:
+                    packed.fill(alias(tensor))
+            return packed
         finally:
             state.own_work = before
-        if isinstance(packed, Slot):
-            if recording is not None:
-                recording.saved(tensor, packed)
-            if self.frame.read_inside:
-                packed.fill(alias(tensor))
-        return packed
 
     def _held(self, tensor: torch.Tensor, base: torch.Tensor | None, node: Any) -> Held | Packed | None:
         """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""

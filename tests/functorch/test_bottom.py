@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from both import ALL, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, pushed, rows, summed, through_autograd
-from cases import repeated
+from cases import SineAndCosine, assert_same, plain, rand, repeated
 from surroundings import assert_as_before, surroundings
 from torch import Tensor
 from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
@@ -199,3 +199,15 @@ def test_a_graph_with_many_paths_is_searched_once() -> None:
         return grad(lambda x: (x * 2.0**-60).sin().sum())(x) + y.detach()
 
     both(lambda wrap: through_autograd(wrap(fn), X, Y), exact=True)
+
+
+def test_an_autograd_function_in_an_inner_region_saves_its_results() -> None:
+    """It calls the hooks under the modes of the first run, which don't see what the hooks do."""
+
+    def program(wrap: Callable) -> Any:
+        p, q = rand(4), rand(4, seed=1)
+        inner = wrap(lambda q: torch.mul(*SineAndCosine.apply(q)))
+        fn = wrap(lambda p, q: jvp(lambda p: inner(q) * p, (p,), (q,))[1], policy=policies.everything_saveable)
+        return torch.autograd.grad(fn(p, q).sum(), (p, q), allow_unused=True)
+
+    assert_same(program(remat), program(plain))
