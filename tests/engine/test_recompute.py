@@ -158,8 +158,8 @@ def test_each_pass_of_a_retained_graph_recomputes_once() -> None:
     for retain in (True, False):  # the last pass alone releases what is saved
         assert count_ops(lambda keep=retain: grad(out, (x, w), retain_graph=keep))["aten.mm"] == 6
     assert [count_ops(lambda out=out: grad(out, (x, w)))["aten.mm"] for out in saving(two)(x, w)] == [2, 6]
-    c, chain = torch.eye(N, dtype=x.dtype).to_sparse().requires_grad_(), lambda c: mm_chain(torch.sparse.mm(c, w), x)
-    assert_same(*[grad(wrap(chain)(c), (w, c))[1].to_dense() for wrap in (saving, plain)])
+    c, sparse = torch.eye(N, dtype=x.dtype).to_sparse().requires_grad_(), lambda c: mm_chain(torch.sparse.mm(c, w), x)
+    assert_same(*[grad(wrap(sparse)(c), (w, c))[1].to_dense() for wrap in (saving, plain)])
     chain = saving(lambda x, w, c: repeated(lambda x: (x @ w).tanh(), 8)(x * c))
     assert peak_bytes(lambda: grad(chain(x, w, torch.ones_like(x).detach()), (x, w))) < 14 * KB  # not all products
 
