@@ -98,9 +98,9 @@ class Policy(ABC):
         return self._evaluate(op, names, lambda predicate: None)
 
     @cached_property
-    def asks(self) -> bool:
-        """Whether predicates must be called with the arguments of each operation, so that runs can't be compared."""
-        return any(part.asks for part in self._parts())
+    def predicates(self) -> tuple[Callable[..., Any], ...]:
+        """The functions that are called with the arguments of operations, so that runs can't be compared."""
+        return tuple([predicate for part in self._parts() for predicate in part.predicates])
 
     @property
     def judges_names(self) -> bool:
@@ -166,7 +166,7 @@ class If(Policy):
 
     predicate: Callable[..., Any] = field(hash=False)  # a callable object may not be hashable
 
-    asks = True
+    predicates = property(lambda self: (self.predicate,))
 
     def __repr__(self) -> str:
         return f"policies.save_if({getattr(self.predicate, '__qualname__', None) or repr(self.predicate)})"

@@ -45,7 +45,7 @@ class Warned:
         judge, log = recording.judge, recording.log
         own, alone = judge.own, judge.own is judge.policy
         # An outer region's policy may have decided, so that the predicates were not called.
-        if self.operators or not (alone if own.asks else own.mentioned_ops) or not log.steps:
+        if self.operators or not (alone if own.predicates else own.mentioned_ops) or not log.steps:
             return None
         found = {own.verdict_for(step.facts.func) for step in log.steps}
         found |= {own.verdict_for(log.maker(i).facts.func, frozenset(names)) for i, names in judge.names.items()}

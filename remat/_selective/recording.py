@@ -41,17 +41,21 @@ class Judge:
         self.given: set[str] = set()  # all names that were given in the region
         self.around: list[Facts] = []  # operations on wrapper subclasses that are executing the current operation
         self._questions: dict[int, Question] = {}  # about the operations of steps, if a name may ask again
-        logs = state.logs if policy.asks else ()
+        logs = state.logs if policy.predicates else ()
         self._answers = [each for each in logs if isinstance(each, AnswerLog)]  # those in the regions around it
 
     def on_operation(self, made: Iterable[int], facts: Facts, args: tuple, kwargs: dict, result: Any) -> Verdict:
         """Return the verdict on an operation whose results these steps have made."""
         if facts in self.around:
             return Verdict.RECOMPUTE
-        asked = question(facts.func, args, kwargs, result) if self.policy.asks else _about(facts)
+        predicates = self.policy.predicates
+        asked = question(facts.func, args, kwargs, result) if predicates else _about(facts)
+        verdict = self.policy.verdict_for(facts.func) or self._judge(asked)
         if self.judges_names:
+            if asked.answers.keys() >= {*map(id, predicates)}:  # then nothing needs the arguments any more
+                asked = _about(facts)._replace(answers=asked.answers)
             self._questions.update(dict.fromkeys(made, asked))
-        return self.policy.verdict_for(facts.func) or self._judge(asked)
+        return verdict
 
     def on_names(self, value: int, number: int, step: Step) -> Verdict:
         """Return the verdict on a value with the names that it has now."""
@@ -110,7 +114,7 @@ class Recording:
     @property
     def _compares(self) -> bool:
         # A policy with predicates is not compared, as its predicate may be a new object in each call.
-        return self._flags and not (self.judge.policy.asks or self.choices)
+        return self._flags and not (self.judge.policy.predicates or self.choices)
 
     def before_writing(self, facts: Facts, args: tuple, kwargs: dict) -> None:
         """Copy values that an operation is about to overwrite if they may have to be saved."""

@@ -307,6 +307,12 @@ def test_a_predicate_is_called_once() -> None:
         assert asked == [f"{call} (4, 4)" for call in calls]  # not for views, nor for memory without values
 
 
+def test_names_beside_a_predicate_keep_no_values_alive() -> None:
+    fn, none = lambda x: x.sin().cos().exp().sin().cos().sum(), policies.save_if(lambda ctx, op, *args, **kwargs: False)
+    alone, beside = (remat(fn, policy=policy) for policy in (none, none | policies.save_only_these_names("i")))
+    assert peak_bytes(lambda: beside(rand(64, 64))) == peak_bytes(lambda: alone(rand(64, 64)))
+
+
 def test_a_predicate_that_looks_at_the_stack_is_right_about_a_value_with_a_name() -> None:
     policy = policies.save_matmuls_without_batch_dims | policies.save_only_these_names("other")
     fn = lambda x, w: named(torch.einsum("bth,hf->btf", x, w)).sin()
