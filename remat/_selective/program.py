@@ -153,7 +153,7 @@ class Program:
         return found
 
     @property
-    def lasts(self) -> bool:
+    def owns_no_tensors(self) -> bool:
         """Whether it can be remembered: its keys have only plain values, and no functions, which may own tensors."""
         return all(isinstance(step.facts.func, OpOverload) and _is_plain(step.key[1:]) for step in self.steps)
 

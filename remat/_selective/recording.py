@@ -285,7 +285,7 @@ class Recording:
         if self._last is not None and self._last.is_of(self.log, compiles):
             return self._last
         program, known = Program(self.log, compiles), self.known.programs
-        if self._compares and program.lasts:
+        if self._compares and program.owns_no_tensors:
             if len(known) >= _PROGRAMS and self.judge.policy not in known:
                 known.clear()
             known[self.judge.policy] = program
