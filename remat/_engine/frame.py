@@ -252,9 +252,11 @@ class Filler(RegionHooks):
             # Logs of unfinished runs must not record this recompute.
             with within(unseen=False, logs=(), policies=frame.policies, filling=filling):
                 region.run(operands, run)
-        except (Stop, Restart, Exception):
-            # TorchScript replaces Stop and Restart by other exceptions; and they may come from another region.
+        except (Stop, Restart, Exception) as error:
+            # TorchScript replaces ours by other exceptions; and Stop and Restart may come from another region.
             if not self.stopped and not (replay and replay.placeholders.is_read):
+                if self.difference is not None and "TorchScript" in str(error):
+                    raise RecomputeMismatchError(f"{self.difference} {_SCRIPT}") from error
                 raise
         finally:
             private.pop_hooks()
@@ -321,12 +323,12 @@ class Filler(RegionHooks):
         maker = next((each for each in reversed(makers) if each is not type(None)), type(None))
         is_input = tensor.is_leaf and tensor.requires_grad  # then the first run had no slot for it
         if is_other(before, now, maker) or (is_input and maker_of(before) is not type(None)):
-            self.difference = self.difference or self.mismatch(
+            difference = self.mismatch(
                 f"Tensor {index} that the region saved for its backward was {describe(before, now)} in the forward and "
                 f"{describe(now, before)} in the recompute, at {user_line()}"
             )
             if self.frame.log is None:  # otherwise the log raises a more precise error at the next operation
-                raise self.difference
+                raise difference
 
     def _end(self) -> None:
         """All slots are filled."""
@@ -344,7 +346,8 @@ class Filler(RegionHooks):
 
     def mismatch(self, what: str) -> RecomputeMismatchError:
         advice = _ADVICE if self.options.debug else f"{_ADVICE} {_DEBUG}"
-        return RecomputeMismatchError(f"{what}. {advice}")
+        self.difference = self.difference or RecomputeMismatchError(f"{what}. {advice}")
+        return self.difference
 
     def mismatch_of_count(self, now: str) -> RecomputeMismatchError:
         return self.mismatch(f"The region saved {len(self.slots)} tensors for its backward in the forward, and {now}")
@@ -353,6 +356,10 @@ class Filler(RegionHooks):
 _ADVICE = (
     "A region's function must be deterministic. Look for Python state that changed between the runs, a branch on "
     "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values."
+)
+_SCRIPT = (
+    "TorchScript optimizes a function after its first call, and then it saves other tensors: run the program, forward "
+    "and backward, under `torch.jit.optimized_execution(False)`."
 )
 _DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
 

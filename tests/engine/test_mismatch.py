@@ -189,3 +189,17 @@ def test_the_log_has_only_the_operations_of_the_function(policy: Any, check: str
     if policy is not policies.everything_saveable:
         with pytest.raises(RecomputeMismatchError, match=r"Operation \d+ .*\n.*aten.sigmoid.*\n.*aten.tanh"):
             backward(remat(fn, policy=policy, determinism_check=check, debug=True, early_stop=False), x)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
+def test_torchscript_that_is_optimized_between_the_runs_is_an_error_with_a_remedy() -> None:
+    @torch.jit.script
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        z = x * y
+        return torch.tanh(z + x.sum(-1, keepdim=True) / (1 + y * y))
+
+    f = lambda x: product(numbers(), x).sin()
+    with torch.jit.optimized_execution(False):
+        assert_same(backward(remat(f)), backward(f))
+    with pytest.raises(RecomputeMismatchError, match=r"under `torch.jit.optimized_execution\(False\)`"):
+        backward(remat(f))
