@@ -96,6 +96,7 @@ def version(tensor: torch.Tensor) -> int:
 
 
 raw_version = attrgetter("_version")  # for many tensors, without a Python frame for each; inference tensors raise
+base_of = attrgetter("_base")  # an attribute, as subclasses may refuse methods such as `_is_view`
 origin = attrgetter("_base", "grad_fn")  # the base of a view, and the node that made a tensor
 saved_look = attrgetter("dtype", "shape", "device", "grad_fn.__class__", "_version")  # all in one call
 # How many ``torch.autograd.grad(..., is_grads_batched=True)`` run, which forbid random operations.

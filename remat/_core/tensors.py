@@ -74,7 +74,7 @@ def is_left_from_vmap(tensor: torch.Tensor) -> bool:
 
 def is_in_graph(tensor: torch.Tensor) -> bool:
     """Whether autograd follows a tensor. ``requires_grad`` of a view made under ``no_grad`` is only its base's."""
-    if not (tensor.requires_grad and tensor.is_leaf and tensor._is_view()):
+    if not (tensor.requires_grad and tensor.is_leaf and private.base_of(tensor) is not None):
         return tensor.requires_grad
     with torch.enable_grad(), unseen():
         node = tensor.view_as(tensor).grad_fn

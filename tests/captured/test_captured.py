@@ -376,3 +376,19 @@ def test_a_parameter_that_hooks_of_the_module_replace_around_the_forward() -> No
     region(x).exp().sum().backward()
     assert_same((full.grad,), torch.autograd.grad(nn.functional.linear(x, full, module.bias).exp().sum(), full))
     assert module.weight is shard and shard.grad is None
+
+
+class Refusing(nn.Parameter):
+    """Like hypll's parameters, it lets torch read its attributes, and refuses functions and methods."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.__name__ == "__get__", func
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def test_a_parameter_that_refuses_methods_is_no_error() -> None:
+    net, x = nn.Linear(2, 2), torch.ones(2, requires_grad=True)
+    net.refusing = Refusing(torch.ones(2))
+    assert_same(torch.autograd.grad(remat(net)(x).sin().sum(), x), torch.autograd.grad(net(x).sin().sum(), x))
