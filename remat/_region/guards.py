@@ -407,7 +407,7 @@ def _may_differ(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_meta and type(a) is torch.Tensor:
         return False
     with own_work(), unseen():
-        return isinstance(a, private.FakeTensor) or not torch.equal(a, b)
+        return isinstance(a, private.FakeTensor) or not all(map(torch.equal, parts(a), parts(b)))
 
 
 CHANGED = (

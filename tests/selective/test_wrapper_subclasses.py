@@ -59,6 +59,10 @@ class Split(Made):
     INSIDE: ClassVar[dict[Any, Callable]] = {MM: lambda a, b: MM(a[:, :2], b[:2]) + MM(a[:, 2:], b[2:])}
 
 
+class Few(Made):
+    INSIDE: ClassVar[dict[Any, Callable]] = {aten.equal.default: None}  # type: ignore[dict-item]  # isn't implemented
+
+
 def chain(x: Tensor, w: Tensor) -> Tensor:
     for _ in range(4):
         x = checkpoint_name(x @ w, "h").sin()
@@ -161,3 +165,9 @@ def test_an_error_inside_leaves_no_mode_behind() -> None:
     assert torch._C._len_torch_dispatch_stack() == before
     assert count_ops(torch.autograd.grad, out, args)["aten.mul"] == 3  # in the derivative: two factors, and the sine
     assert_same(products(region, Fails), products(fn, Fails))
+
+
+def test_captured_wrappers_are_compared_by_the_tensors_inside() -> None:
+    constant = Few(rand(4, 4, grad=False))
+    fn: Callable = lambda x, w: chain(x, w * constant)
+    assert_same(products(remat(fn), Few)[0], products(fn, Few)[0])
