@@ -285,7 +285,7 @@ class Captured:
             then.update({name: self._frozen(value) for name, value in seen})
             self.variables.append(Entries(state, then, whole=True))
             if len(cls.__bases__) > 1:  # it may be of a region, which `remat.nn.undo` changes back
-                self.note(Descriptors, module, {_CLASS: cls})
+                self.note(Descriptors, module, {object.__dict__["__class__"]: cls})
             self._empty += [state[name] for name in HOOKS if not state.get(name, True)]
         self.see(called(cls, "forward"), path.attribute("forward"))
 
@@ -364,7 +364,6 @@ HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pr
 _HOW_CALLED = "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called"
 _BASE_STATE = frozenset(vars(nn.Module()))  # visited by name, or not read by a forward
 _BUILTINS = frozenset(vars(builtins))
-_CLASS: Any = object.__dict__["__class__"]
 _CONTENTS: Any = CellType.__dict__["cell_contents"]
 _DEFAULTS: Any = FunctionType.__dict__["__defaults__"]
 _KWDEFAULTS: Any = FunctionType.__dict__["__kwdefaults__"]

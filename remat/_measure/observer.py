@@ -111,9 +111,7 @@ def _has_only_a_shape(tensor: torch.Tensor, func: Any) -> bool:
 
 def strided(tree: Any) -> Iterator[tuple[torch.UntypedStorage, torch.Tensor]]:
     """The strided tensors in a call's argument or result, each with its storage."""
-    for tensor in tensors(tree):
-        if tensor.layout is torch.strided:
-            yield tensor.untyped_storage(), tensor
+    return ((tensor.untyped_storage(), tensor) for tensor in tensors(tree) if tensor.layout is torch.strided)
 
 
 @contextmanager

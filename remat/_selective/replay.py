@@ -143,11 +143,8 @@ class Replay(RegionMode):
         The tangents that torch makes have as much as their primals, which may be copies in the recompute.
         """
         written = step.facts.written(args, kwargs)
-        for value, tensor in zip(step.outs[len(step.outs) - len(written) :], written):
-            content = self._content(value)
-            if content is not None and len(as_bytes(content)) != len(as_bytes(tensor)):
-                return False
-        return True
+        contents = map(self._content, step.outs[len(step.outs) - len(written) :])
+        return all(c is None or len(as_bytes(c)) == len(as_bytes(tensor)) for c, tensor in zip(contents, written))
 
     def _restore(self, step: Step, args: tuple, kwargs: dict, read: list) -> Any:
         """Return the result of an operation, from its saved values."""

@@ -144,10 +144,8 @@ class Saves:
 
         What is handed to hooks must not depend on which slots are alive.
         """
-        for ref, source in self._slots:
-            slot = ref()
-            if slot is not None or outer is not None:
-                yield slot, source
+        found = ((ref(), source) for ref, source in self._slots)
+        return ((slot, source) for slot, source in found if slot is not None or outer is not None)
 
     def roots(self, end: int, outer: Hooks | None) -> dict[int, int]:
         """Return the values that a backward pass needs, each with the number of steps when autograd last saved it."""
