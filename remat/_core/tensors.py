@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,16 @@ def chain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     while private.is_wrapped(tensor):
         tensor = private.unwrap_once(tensor)
         yield tensor
+
+
+def history(nodes: list[Any], ends: Collection[Any] = ()) -> Iterator[Any]:
+    """The nodes of autograd to which a graph leads from these, up to the ends."""
+    seen = {None}
+    for node in nodes:  # the list grows meanwhile
+        if node not in seen:
+            seen.add(node)
+            yield node
+            nodes += [after for after, _ in node.next_functions if node not in ends]
 
 
 def is_left_from_vmap(tensor: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from .._core.state import alias, state, within
 from .._core.tensors import bare, is_dense, is_in_graph
 from .._region.error_context import with_region
 from .._region.fingerprints import LOOKS, describe, fingerprint, is_other, maker_of
-from .._region.guards import Guard, Guards, Held, close
+from .._region.guards import BEHIND, Guard, Guards, Held, close
 from .._region.hooks import Packed, RegionHooks, drop_gradient_hooks, hooks_allowed, of_region
 from .._region.placeholders import Restart
 from .._region.region import Run
@@ -135,10 +135,7 @@ class Frame:
     def on_inner_backward(self) -> None:
         for guard in (*self.operands, *self.captured_inputs):
             if guard.tensor is not None and not guard.leaf and _is_passed(guard.tensor):
-                raise RematError(
-                    f"A backward pass inside a region goes on behind {guard.name}, through a graph which the region's "
-                    f"recompute doesn't have. Compute it inside of the region, or pass its `.detach()`."
-                )
+                raise RematError(BEHIND.format(guard.name))
         self.inside = self.captured_inputs.accumulated = True
         around = getattr(of_region(self.outer), "frame", None)  # hooks of a recompute that is over have none
         if around is not None:
@@ -357,10 +354,7 @@ _ADVICE = (
     "A region's function must be deterministic. Look for Python state that changed between the runs, a branch on "
     "values that are random or not reproducible, a cache, or saved-tensor hooks around the region that change values."
 )
-_SCRIPT = (
-    "TorchScript optimizes a function after its first call, and then it saves other tensors: run the program, forward "
-    "and backward, under `torch.jit.optimized_execution(False)`."
-)
+_SCRIPT = "TorchScript changes a function after its first call: run all under `torch.jit.optimized_execution(False)`."
 _DEBUG = "`remat(..., debug=True)` shows the first operation that differs."
 
 

@@ -15,7 +15,7 @@ import torch
 
 from .._ambient.ambient import Ambient
 from .._core import private
-from .._core.tensors import as_leaf, chain, is_dual, is_in_graph, is_recorded, requires_grad_somewhere
+from .._core.tensors import as_leaf, chain, history, is_dual, is_in_graph, is_recorded, requires_grad_somewhere
 from .._region.region import Run
 from ..errors import MutationError
 
@@ -170,7 +170,8 @@ class Pullback(Derived):
         record = torch.is_grad_enabled()
         followed = record and any(map(is_recorded, primals))
         with torch.enable_grad():
-            inputs = [_alias(t, followed) if needs else t for t, needs in zip(primals, self.needs)]
+            pairs = zip(primals, self.needs)
+            inputs = [t if not needs else t[...] if followed and t.requires_grad else as_leaf(t) for t, needs in pairs]
             given = compress(self.inner.run(inputs, run), self.given)
             outs = [out if out.requires_grad else None for out in given]
         heads = list(compress(inputs, self.needs))
@@ -188,15 +189,18 @@ def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
     numbers: dict[Any, set[int]] = {}
     for number, tensor in operands.items():
         numbers.setdefault(edge(tensor).node, set()).add(number)
-    left, seen, stack = set(operands), set(), [edge(t).node for t in outs if is_in_graph(t)]
-    while stack and left:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left -= numbers.get(node, set())
-            if node not in numbers:
-                stack += [after for after, _ in node.next_functions]
+    left = set(operands)
+    for node in history([edge(t).node for t in outs if is_in_graph(t)], numbers):
+        left -= numbers.get(node, set())
     return left
+
+
+def leads(tensor: torch.Tensor, ends: Tensors) -> bool:
+    """Whether the history of a tensor, at any level, leads to one of the ends, at any level."""
+    found = [each for end in ends for each in chain(end)]
+    leaves, edges = set(map(id, found)), {(each.grad_fn, each.output_nr) for each in found if each.grad_fn is not None}
+    followed = (edge for node in history([each.grad_fn for each in chain(tensor)]) for edge in node.next_functions)
+    return any(edge in edges or id(getattr(edge[0], "variable", None)) in leaves for edge in followed)
 
 
 def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:
@@ -209,10 +213,6 @@ def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: 
     outs, cotangents = zip(*pairs)
     # Unused heads are allowed, and nothing is accumulated.
     return list(private.engine_call(outs, cotangents, retain, create, tuple(heads), True, accumulate_grad=False))
-
-
-def _alias(tensor: torch.Tensor, followed: bool) -> torch.Tensor:
-    return tensor[...] if followed and tensor.requires_grad else as_leaf(tensor)
 
 
 def transforms_of(region: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from functools import cached_property
 from itertools import islice
 from types import ModuleType
@@ -24,7 +24,9 @@ from .._core.devices import wait_for_backward_threads
 from .._core.facts import tensors
 from .._core.state import own_work, state
 from .._core.tensors import bottom, chain, is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
+from .._region.guards import BEHIND
 from ..errors import CaptureError, RematError
+from .derived import leads
 
 
 class NeedsLevels(BaseException):
@@ -40,7 +42,7 @@ class Watch(TorchFunctionMode):
         self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
         self.differentiates = region.uses_func  # the function takes derivatives itself
         self.maps, self.orders = private.VMAP in region.kinds, 2  # see `orders_below`
-        self.inputs: set[int] = set()
+        self.given: Sequence[torch.Tensor] = ()  # the operands, as the function gets them
         self.level: int | None = None  # of the transforms, where the function is called
         self.start = private.next_sequence_number()
         self.inside: dict[int, weakref.ref] = {}
@@ -62,8 +64,7 @@ class Watch(TorchFunctionMode):
 
     def gets(self, operands: Sequence[torch.Tensor]) -> None:
         """Note the operands that the function gets, and the level at which it gets them."""
-        self.level = private.current_level()
-        self.inputs.update(map(id, operands))
+        self.level, self.given = private.current_level(), operands
         self.made(operands)
 
     def made(self, made: Sequence[torch.Tensor]) -> None:
@@ -78,15 +79,13 @@ class Watch(TorchFunctionMode):
             if at_grad and not torch.is_grad_enabled():
                 raise RematError(_NO_GRAD.format(args[0].__name__))  # torch enables grad mode below this level
         elif func in _ON_ONE_LEVEL and private.level_of(args[0]) <= level and requires_grad_somewhere(args[0]):
-            if func in _HOOKS and id(args[0]) in self.inputs:
+            if func in _HOOKS and any(args[0] is each for each in self.given):
                 raise RematError(_HOOK.format("an argument or a captured tensor"))
             if private.GRAD in kinds and not self.one_graph:
                 raise RematError(_HOOK.format("a tensor") if func in _HOOKS else _CUT)
         if func is torch.autograd.grad:
             self.differentiates = True
-            hooked = any(map(private.backward_hooks, self.region.inputs.operands))
-            if hooked and not self.inputs.isdisjoint(map(id, tensors(args[1:2]))):
-                raise RematError(_HOOKED)
+            self._check_derivative(tensors(args[:1]), set(map(id, tensors(args[1:2]))))
             # A pullback differentiates results of a level that has ended.
             outs = [private.unwrap_if_dead(t) for t in tensors(args[:1]) if not self._is_inside(t)]
             self.reads([t for t in outs if private.JVP in kinds or requires_grad_somewhere(t)])
@@ -96,6 +95,16 @@ class Watch(TorchFunctionMode):
         reorders = func in _DROPOUT and not args[0].is_contiguous()
         if reorders or (func in _QUERIES and self._follows_more()):
             raise NeedsLevels
+
+    def _check_derivative(self, outs: Sequence[torch.Tensor], by: Set[int]) -> None:
+        """Refuse a derivative by operands which hooks on them need, or which goes on behind operands to others."""
+        operands = self.region.inputs.operands
+        wanted = [own for given, own in zip(self.given, operands) if id(given) in by]
+        if wanted and any(map(private.backward_hooks, operands)):
+            raise RematError(_HOOKED)
+        for i, (given, own) in enumerate(zip(self.given, operands)):
+            if wanted and leads(own, wanted) and any(leads(out, [given]) for out in outs):
+                raise RematError(BEHIND.format(self.region.inputs.name(i)))
 
     def limit(self, orders: int) -> None:
         """Note that only so many derivatives may be taken below ``vmap``."""

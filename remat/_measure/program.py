@@ -25,7 +25,7 @@ from .._core.devices import accelerators_of
 from .._core.facts import facts_of
 from .._core.signatures import accepts
 from .._core.state import state
-from .._core.tensors import as_bytes, bottom, bytes_of, has_data, is_differentiable
+from .._core.tensors import as_bytes, bottom, bytes_of, has_data, history, is_differentiable
 from .._region.arguments import take_apart
 from .._region.guards import COPY_LARGER_BYTES, is_small
 from .._region.hooks import drop_gradient_hooks
@@ -281,8 +281,9 @@ class Program:
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return values
             leaves = {id(t): (name, t) for name, t in (*zip(self.names, operands), *captured) if t.requires_grad}
-            for leaf in _leaves_of_graph(value):
-                leaves.setdefault(id(leaf), (shown(leaf), leaf))
+            for node in history([value.grad_fn]):  # it has the leaves on which a backward pass accumulates gradients
+                if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+                    leaves.setdefault(id(leaf), (shown(leaf), leaf))
             names, tensors = zip(*leaves.values())
             try:
                 gradients = torch.autograd.grad(value, tensors, allow_unused=True)
@@ -353,18 +354,6 @@ def default_loss(result: Any) -> Any:
 def _leaves(result: Any) -> Named:
     leaves, spec = trees.flatten(result)
     return list(zip(trees.paths(spec, "result"), leaves))
-
-
-def _leaves_of_graph(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The leaves on which a backward pass would accumulate gradients."""
-    seen, stack = set(), [value.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
-                yield leaf
-            stack += [after for after, _ in node.next_functions]
 
 
 def _notifying(fn: Any, at_end: Callable[[], None]) -> Any:

@@ -414,6 +414,10 @@ CHANGED = (
     "requires grad and was changed in place by the region, which can't be recomputed from the new value. Use the "
     "out-of-place operation, and return the result if it is needed outside; or change a copy: `.clone()`."
 )
+BEHIND = (
+    "A backward pass inside a region goes on behind {}, through a graph which the region's recompute doesn't have. "
+    "Compute it inside of the region, or pass its `.detach()`."
+)
 _OF_PARAMETERS = "The usual cause is an `optimizer.step()` between the two: call it after the backward."
 _OF_OTHERS = "Change it after the backward, use the out-of-place operation, or give the region a copy: `.clone()`."
 NO_GUARDS = Guards([], str)

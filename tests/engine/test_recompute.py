@@ -437,13 +437,22 @@ INSIDE: dict[str, tuple[Callable, bool]] = {  # of `h`, which was computed from 
 }
 
 
+BY: dict[str, Callable[[Callable], Callable]] = {
+    "autograd": lambda loss: lambda w: torch.autograd.grad(loss(w), w),
+    "grad": torch.func.grad,
+    "vmap(grad)": lambda loss: lambda w: torch.func.vmap(torch.func.grad(loss))(w.detach()[None]),
+    "jvp(grad)": lambda loss: lambda w: torch.func.jvp(torch.func.grad(loss), (w,), (w,)),
+}
+
+
+@pytest.mark.parametrize("by", BY)
 @pytest.mark.parametrize("name", INSIDE)
-def test_a_backward_pass_inside_a_region_may_not_go_on_behind_an_input(name: str) -> None:
+def test_a_backward_pass_inside_a_region_may_not_go_on_behind_an_input(name: str, by: str) -> None:
     take, refused = INSIDE[name]
 
-    def program(wrap: Wrap) -> tuple[Tensor, ...]:
-        w = rand(4)
-        return torch.autograd.grad(wrap(lambda h, w: (h * sum(take(h, w))).sin())(w.exp(), w).sum(), w)
+    def program(wrap: Wrap) -> Any:
+        fn = wrap(lambda h, w: (h * sum(take(h, w))).sin())
+        return BY[by](lambda w: fn(w.exp(), w).sum())(rand(4))
 
     if refused:
         with pytest.raises(RematError, match=r"goes on behind argument h, .* Compute it inside of the region"):
