@@ -288,7 +288,7 @@ class Filler(RegionHooks):
         if slot is None:  # only a backward pass inside reads it; a leaf owns no graph, so it needs no alias
             return tensor if tensor.is_leaf else alias(tensor)
         value = alias(tensor)
-        if is_on_another(tensor.device, self.frame.streams):
+        if self.frame.streams and is_on_another(tensor.device, self.frame.streams):
             self.frame.slots.mixed = True
         now = self.look(tensor)
         if now != slot.fingerprint:

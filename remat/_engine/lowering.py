@@ -127,17 +127,14 @@ class Saver(RegionHooks):
             return Held(alias(tensor), guard) if guard.packed is None else None
         if node is None:
             return Held(tensor) if tensor.requires_grad else None
-        if not self._is_older(node):
-            return None
-        return Held(tensor) if self.frame.outer is None else Packed(tensor, self.frame.outer)
-
-    def _is_older(self, node: Any) -> bool:
         # Each thread numbers its own nodes: a backward pass inside may have run in a device thread, and this thread may
         # have got an input from another one.
-        inside = self.frame.inside
-        if inside and any(guard.tensor.grad_fn is node for guard in self._known.values()):
-            return True
-        return sequence_number(node) < self._start and not (inside and self.frame.streams)
+        inside, is_older = self.frame.inside, sequence_number(node) < self._start
+        if inside and (self.frame.streams or not is_older):
+            is_older = any(guard.tensor.grad_fn is node for guard in self._known.values())
+        if not is_older:
+            return None
+        return Held(tensor) if self.frame.outer is None else Packed(tensor, self.frame.outer)
 
     @property
     def around(self) -> RegionHooks | None:

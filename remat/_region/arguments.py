@@ -30,7 +30,7 @@ class Arguments:
         return [leaf for leaf in self.leaves if leaf is not None and not isinstance(leaf, torch.Generator)]
 
     def generators(self) -> list[torch.Generator]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Generator)]
+        return [leaf for leaf in self.leaves if leaf is not None and isinstance(leaf, torch.Generator)]
 
     def filled(self, operands: Sequence[torch.Tensor]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Return the arguments with these tensors."""

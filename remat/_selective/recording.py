@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
+from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -170,10 +171,10 @@ class Recording:
             return None
         differentiated = any(map(_requires_grad, read)) if self._flags else not storages.tracked.isdisjoint(key[-1])
         written = facts.written(args, kwargs)
-        overwritten = tuple([storages.get(tensor) for tensor in written])
+        overwritten = tuple(map(storages.get, written))
         outs: tuple[int, ...] = ()
         tracked: tuple[int, ...] = ()
-        for tensor, storage, _ in (*new, *[(tensor, holder(tensor), None) for tensor in written]):
+        for tensor, storage, _ in (*new, *zip(written, map(holder, written), repeat(None))):
             value = storages.put(storage)
             outs += (value,)
             if differentiated and is_differentiable(tensor):
