@@ -53,7 +53,7 @@ class Judge:
         asked = question(facts.func, args, kwargs, result) if predicates else _about(facts)
         verdict = self.policy.verdict_for(facts.func) or self._judge(asked)
         if self.judges_names:
-            if asked.answers.keys() >= {*map(id, predicates)}:  # then nothing needs the arguments any more
+            if predicates and asked.answers.keys() >= {*map(id, predicates)}:  # nothing needs the arguments any more
                 asked = _about(facts)._replace(answers=asked.answers)
             self._questions.update(dict.fromkeys(made, asked))
         return verdict
