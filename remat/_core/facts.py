@@ -53,8 +53,6 @@ class Facts:
 
     def written(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         """The tensors that a call writes to."""
-        if not self.writes:
-            return []
         return [t for i, name in self.writes for t in tensors(args[i] if i < len(args) else kwargs.get(name))]
 
 

@@ -195,12 +195,12 @@ def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
     return left
 
 
-def leads(tensor: torch.Tensor, ends: Tensors) -> bool:
-    """Whether the history of a tensor, at any level, leads to one of the ends, at any level."""
-    found = [each for end in ends for each in chain(end)]
-    leaves, edges = set(map(id, found)), {(each.grad_fn, each.output_nr) for each in found if each.grad_fn is not None}
-    followed = (edge for node in history([each.grad_fn for each in chain(tensor)]) for edge in node.next_functions)
-    return any(edge in edges or id(getattr(edge[0], "variable", None)) in leaves for edge in followed)
+def reached(outs: Tensors, ends: Tensors) -> list[bool]:
+    """Which ends are among the outputs, or the outputs' graphs, at the outermost level of each, lead to."""
+    edges: set[Any] = {(out.grad_fn, out.output_nr) for out in outs}
+    edges.update(edge for node in history([out.grad_fn for out in outs]) for edge in node.next_functions)
+    leaves = {*map(id, outs), *(id(getattr(node, "variable", None)) for node, _ in edges)}
+    return [id(end) in leaves or (end.grad_fn is not None and (end.grad_fn, end.output_nr) in edges) for end in ends]
 
 
 def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:

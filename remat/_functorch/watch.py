@@ -26,7 +26,7 @@ from .._core.state import own_work, state
 from .._core.tensors import bottom, chain, is_followed_below, is_in_graph, is_left_from_vmap, requires_grad_somewhere
 from .._region.guards import BEHIND
 from ..errors import CaptureError, RematError
-from .derived import leads
+from .derived import reached
 
 
 class NeedsLevels(BaseException):
@@ -38,7 +38,7 @@ class Watch(TorchFunctionMode):
 
     def __init__(self, region: Any, plain_too: bool, recorded: bool) -> None:
         """``plain_too``: a ``grad`` level is above. ``recorded``: autograd or forward mode differentiates below."""
-        self.region, self.plain_too = region, plain_too
+        self.region, self.plain_too, self.around = region, plain_too, state.watch
         self.one_graph = len(region.kinds) == 1 and not recorded and not region.graded
         self.differentiates = region.uses_func  # the function takes derivatives itself
         self.maps, self.orders = private.VMAP in region.kinds, 2  # see `orders_below`
@@ -92,19 +92,24 @@ class Watch(TorchFunctionMode):
         if self.region.graded:
             return
         # Dropout draws in the order of elements at a level, in that of memory below.
-        reorders = func in _DROPOUT and not args[0].is_contiguous()
-        if reorders or (func in _QUERIES and self._follows_more()):
+        if (func in _DROPOUT and not args[0].is_contiguous()) or (func in _QUERIES and self._follows_more()):
             raise NeedsLevels
 
     def _check_derivative(self, outs: Sequence[torch.Tensor], by: Set[int]) -> None:
         """Refuse a derivative by operands which hooks on them need, or which goes on behind operands to others."""
-        operands = self.region.inputs.operands
-        wanted = [own for given, own in zip(self.given, operands) if id(given) in by]
+        operands = list(map(private.unwrap_if_dead, self.region.inputs.operands))
+        wanted = [j for j, given in enumerate(self.given) if id(given) in by]
         if wanted and any(map(private.backward_hooks, operands)):
             raise RematError(_HOOKED)
-        for i, (given, own) in enumerate(zip(self.given, operands)):
-            if wanted and leads(own, wanted) and any(leads(out, [given]) for out in outs):
+        top = len(self.region.kinds) or -1  # torch.autograd.grad follows the graph of this level only
+        passed = [i for i, hit in enumerate(reached(outs, self.given)) if hit and private.level_of(operands[i]) == top]
+        for i in passed if wanted else ():
+            if any(reached([operands[i]], [operands[j] for j in wanted if operands[j] is not operands[i]])):
                 raise RematError(BEHIND.format(self.region.inputs.name(i)))
+            if wanted != [i] and not (self.region.graded or self.given[i].is_leaf):
+                raise NeedsLevels  # the one graph of all levels has also the history of those below
+        if wanted and self.around is not None:
+            self.around._check_derivative([operands[i] for i in passed], {id(operands[j]) for j in wanted})
 
     def limit(self, orders: int) -> None:
         """Note that only so many derivatives may be taken below ``vmap``."""
@@ -174,16 +179,14 @@ class Watch(TorchFunctionMode):
         """The tensors made inside that the run, which has ended, has left somewhere: paths, or a result's class."""
         region, inputs = self.region, self.region.inputs
         results = [(type(value).__name__, t) for _, value in region.outputs.entries for t in _held(value)]
-        found = results + inputs.search().tensors
-        operands = set(map(id, inputs.operands))
+        found, operands = results + inputs.search().tensors, set(map(id, inputs.operands))
         return [(path, value) for path, value in found if self._is_inside(value) and id(value) not in operands]
 
     def check_captured(self) -> None:
         """Check that the run, which has ended, has read no captured tensor that isn't an operand."""
         wait_for_backward_threads(self._alive_suspects())
         if alive := self._alive_suspects():
-            made = "" if private.is_wrapped(alive[0]) else _MADE
-            raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)) + made)
+            raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)) + ("" if private.is_wrapped(alive[0]) else _MADE))
 
     def _alive_suspects(self) -> list[torch.Tensor]:
         # Dynamo keeps the tensors that it traces with.
@@ -200,8 +203,8 @@ def _held(result: Any) -> Iterator[torch.Tensor]:
             yield value
         elif id(value) not in seen and not issubclass(cls, (type, ModuleType)):
             seen.add(id(value))
-            is_scope = cls is dict and "__builtins__" in value  # globals lead to everything
-            queue += [] if is_scope else gc.get_referents(value)
+            if not (cls is dict and "__builtins__" in value):  # globals lead to everything
+                queue += gc.get_referents(value)
 
 
 _TENSOR = {torch.Tensor}

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -174,7 +173,7 @@ class Recording:
         overwritten = tuple(map(storages.get, written))
         outs: tuple[int, ...] = ()
         tracked: tuple[int, ...] = ()
-        for tensor, storage, _ in (*new, *zip(written, map(holder, written), repeat(None))):
+        for tensor, storage, _ in (*new, *zip(written, map(holder, written), [None] * len(written))):
             value = storages.put(storage)
             outs += (value,)
             if differentiated and is_differentiable(tensor):

@@ -459,3 +459,29 @@ def test_a_backward_pass_inside_a_region_may_not_go_on_behind_an_input(name: str
             program(remat)
     else:
         assert_same(program(remat), program(plain))
+
+
+PASSES: dict[str, Callable] = {  # of `h`, through other graphs than those of `BY`
+    "the input itself": lambda wrap, h, w: wrap(lambda h, w: h * derive([h, w.sum()], w, [w, w.sum()])[0])(h, w),
+    "a region inside": lambda wrap, h, w: wrap(
+        lambda h, w: wrap(lambda x, w: (x * derive((x * w).sin().sum(), w)[0]).sin())(h * 2, w)
+    )(h, w),
+}
+
+
+@pytest.mark.parametrize("by", list(BY)[1:])
+@pytest.mark.parametrize("name", PASSES)
+def test_a_backward_pass_inside_a_region_is_refused_also_behind(name: str, by: str) -> None:
+    with pytest.raises(RematError, match="goes on behind argument"):
+        BY[by](lambda w: PASSES[name](remat, w.exp(), w).sum())(rand(4))
+
+
+@pytest.mark.parametrize("by", [torch.func.grad, BY["autograd"]])
+def test_a_backward_pass_inside_a_region_ends_at_the_inputs_of_its_level(by: Callable) -> None:
+    fn = lambda h, w: (h * derive((h * w).sin().sum(), w)[0]).sin().sum()
+
+    def program(wrap: Wrap) -> Any:
+        loss = lambda w: sum(g.sin().sum() for g in torch.func.grad(wrap(fn), argnums=(0, 1))(w.exp(), w))
+        return by(loss)(rand(4).requires_grad_(by is not torch.func.grad))
+
+    assert_same(program(remat), program(plain))
