@@ -98,7 +98,7 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
             "torch.func.grad or vjp. Make the dual tensor outside of that function, or use torch.func.jvp inside."
         )
     recorded = torch.is_grad_enabled()
-    followed = tuple([recorded and t.requires_grad and private.level_of(t) == level for t in operands])
+    followed = tuple([recorded and is_in_graph(t) and private.level_of(t) == level for t in operands])
     region = _graded(region, level, operands, followed)
     if not any(followed):
         with interpreter.lower():
