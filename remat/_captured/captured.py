@@ -284,8 +284,6 @@ class Captured:
             then = state.copy()
             then.update({name: self._frozen(value) for name, value in seen})
             self.variables.append(Entries(state, then, whole=True))
-            if len(cls.__bases__) > 1:  # it may be of a region, which `remat.nn.undo` changes back
-                self.note(Descriptors, module, {object.__dict__["__class__"]: cls})
             self._empty += [state[name] for name in HOOKS if not state.get(name, True)]
         self.see(called(cls, "forward"), path.attribute("forward"))
 
