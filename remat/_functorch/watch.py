@@ -157,6 +157,7 @@ class Watch(TorchFunctionMode):
     def check_end(self, outs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Unwrap and return what the ended run has stored, for a watch around. CaptureError if it is of a transform."""
         self.check_captured()
+        self.given, self.around = (), None  # the watch may live longer than the run
         if {*self.region.kinds} == {private.VMAP}:  # a tensor stored there has no use without remat either
             return [] if state.watch is None else [tensor for _, tensor in self.stored]
         returned, ended, kept = set(map(id, outs)), dict[int, torch.Tensor](), list[torch.Tensor]()
