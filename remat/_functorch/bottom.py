@@ -23,7 +23,7 @@ from .._region.hooks import check_hooks_are_allowed, hooks_allowed, hooks_hidden
 from .._region.region import Run
 from .._selective.replay import Recompute
 from ..errors import MutationError
-from .derived import Batched, BatchedPullback, Pull, Pullback, Tensors, gradients, transforms_of, unreached
+from .derived import Batched, BatchedPullback, Pull, Pullback, Tensors, gradients, reached, transforms_of
 from .watch import Watch
 
 
@@ -85,7 +85,8 @@ class Call:
             self.depends = [t.requires_grad for t in outs]
         if recorded and fits:  # else the results would have a history that the same program without remat hasn't
             own = operands[: len(root.inputs.operands)]  # without tangents, whose numbers may be those of cotangents
-            self.unread = unreached(outs, {i: t for i, t in enumerate(own) if is_in_graph(t)})
+            followed = {i: t for i, t in enumerate(own) if is_in_graph(t)}
+            self.unread = followed.keys() - reached(outs, followed)
             recorded = any(is_in_graph(t) for i, t in enumerate(operands) if i not in self.unread)
         if recorded or not follows:
             return outs

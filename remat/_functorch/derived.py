@@ -15,7 +15,7 @@ import torch
 
 from .._ambient.ambient import Ambient
 from .._core import private
-from .._core.tensors import as_leaf, chain, history, is_dual, is_in_graph, is_recorded, requires_grad_somewhere
+from .._core.tensors import as_leaf, chain, history, is_dual, is_recorded, requires_grad_somewhere
 from .._region.region import Run
 from ..errors import MutationError
 
@@ -153,7 +153,7 @@ class Pullback(Derived):
             inputs = lift(primals, lifted, private.current_interpreter().level())
             operands = [next(rest) if needs else t for t, needs in zip(inputs, self.needs)]
             outs = list(compress(inner.run(operands, run), self.given))
-            unread.update(unreached(outs, dict(enumerate(heads))))
+            unread.update({*range(len(heads))} - reached(outs, dict(enumerate(heads))))
             return outs
 
         _, vjp = torch.func.vjp(at, *compress(primals, self.needs))  # type: ignore[misc]
@@ -183,24 +183,13 @@ class Pullback(Derived):
         return pull
 
 
-def unreached(outs: Tensors, operands: dict[int, torch.Tensor]) -> set[int]:
-    """Return the numbers of the operands to which the graph of the results doesn't lead."""
-    edge: Any = torch.autograd.graph.get_gradient_edge
-    numbers: dict[Any, set[int]] = {}
-    for number, tensor in operands.items():
-        numbers.setdefault(edge(tensor).node, set()).add(number)
-    left = set(operands)
-    for node in history([edge(t).node for t in outs if is_in_graph(t)], numbers):
-        left -= numbers.get(node, set())
-    return left
-
-
-def reached(outs: Tensors, ends: Tensors) -> list[bool]:
-    """Which ends are among the outputs, or the outputs' graphs, at the outermost level of each, lead to."""
+def reached(outs: Tensors, ends: dict[int, torch.Tensor]) -> set[int]:
+    """The numbers of the ends that are results, or to which the results' graphs lead at the outermost level of each."""
+    nodes = {end.grad_fn for end in ends.values()}
     edges: set[Any] = {(out.grad_fn, out.output_nr) for out in outs}
-    edges.update(edge for node in history([out.grad_fn for out in outs]) for edge in node.next_functions)
+    edges.update(edge for node in history([out.grad_fn for out in outs], nodes) for edge in node.next_functions)
     leaves = {*map(id, outs), *(id(getattr(node, "variable", None)) for node, _ in edges)}
-    return [id(end) in leaves or (end.grad_fn is not None and (end.grad_fn, end.output_nr) in edges) for end in ends]
+    return {i for i, t in ends.items() if id(t) in leaves or (t.grad_fn and (t.grad_fn, t.output_nr) in edges)}
 
 
 def gradients(outs: Sequence[Any], heads: Tensors, cotangents: Tensors, create: bool, retain: bool) -> list:

@@ -25,7 +25,7 @@ from .._region.error_context import with_region
 from .._region.hooks import is_hooks_refusal
 from ..errors import MutationError, RematError
 from .bottom import Call, is_followed_by_autograd
-from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, unreached
+from .derived import Batched, Graded, Jvp, Pullback, PullbackOfBatched, Tensors, batched_pullback, reached
 
 
 def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = ()) -> list:
@@ -37,9 +37,10 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = (
     if region.uses_func and is_followed_by_autograd(operands) and not any(map(is_dual, operands)):
         inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
         outs = call.at_bottom(region, inputs, ())
-        unread = unreached(outs, {i: t for i, t in enumerate(inputs) if t.requires_grad})
+        followed = {i: t for i, t in enumerate(inputs) if t.requires_grad}
+        unread = followed.keys() - reached(outs, followed)
         outside = {} if region is region.root else {i: t for i, t in enumerate(operands) if is_in_graph(t)}
-        for i in outside.keys() - unreached(outs, outside):
+        for i in reached(outs, outside):
             raise RematError(
                 f"A derivative of a region that calls torch.func reads {region.root.inputs.name(i)} in a hook or a "
                 f"Function's backward, which loses its derivative. Read it in a Function that has it as an input."

@@ -92,24 +92,27 @@ class Watch(TorchFunctionMode):
         if self.region.graded:
             return
         # Dropout draws in the order of elements at a level, in that of memory below.
-        if (func in _DROPOUT and not args[0].is_contiguous()) or (func in _QUERIES and self._follows_more()):
+        reorders = func in _DROPOUT and not args[0].is_contiguous()
+        if reorders or (func in _QUERIES and self._follows_more()):
             raise NeedsLevels
 
     def _check_derivative(self, outs: Sequence[torch.Tensor], by: Set[int]) -> None:
         """Refuse a derivative by operands which hooks on them need, or which goes on behind operands to others."""
         operands = list(map(private.unwrap_if_dead, self.region.inputs.operands))
-        wanted = [j for j, given in enumerate(self.given) if id(given) in by]
-        if wanted and any(map(private.backward_hooks, operands)):
+        wanted = {i: own for i, (own, given) in enumerate(zip(operands, self.given)) if id(given) in by}
+        if not wanted:
+            return
+        if any(map(private.backward_hooks, operands)):
             raise RematError(_HOOKED)
         top = len(self.region.kinds) or -1  # torch.autograd.grad follows the graph of this level only
-        passed = [i for i, hit in enumerate(reached(outs, self.given)) if hit and private.level_of(operands[i]) == top]
-        for i in passed if wanted else ():
-            if any(reached([operands[i]], [operands[j] for j in wanted if operands[j] is not operands[i]])):
+        passed = [i for i in reached(outs, dict(enumerate(self.given))) if private.level_of(operands[i]) == top]
+        for i in passed:
+            if reached([operands[i]], {j: own for j, own in wanted.items() if own is not operands[i]}):
                 raise RematError(BEHIND.format(self.region.inputs.name(i)))
-            if wanted != [i] and not (self.region.graded or self.given[i].is_leaf):
+            if [*wanted] != [i] and not (self.region.graded or self.given[i].is_leaf):
                 raise NeedsLevels  # the one graph of all levels has also the history of those below
-        if wanted and self.around is not None:
-            self.around._check_derivative([operands[i] for i in passed], {id(operands[j]) for j in wanted})
+        if self.around is not None:
+            self.around._check_derivative([operands[i] for i in passed], set(map(id, wanted.values())))
 
     def limit(self, orders: int) -> None:
         """Note that only so many derivatives may be taken below ``vmap``."""
@@ -187,7 +190,8 @@ class Watch(TorchFunctionMode):
         """Check that the run, which has ended, has read no captured tensor that isn't an operand."""
         wait_for_backward_threads(self._alive_suspects())
         if alive := self._alive_suspects():
-            raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)) + ("" if private.is_wrapped(alive[0]) else _MADE))
+            made = "" if private.is_wrapped(alive[0]) else _MADE
+            raise CaptureError(_HIDDEN.format(tuple(alive[0].shape)) + made)
 
     def _alive_suspects(self) -> list[torch.Tensor]:
         # Dynamo keeps the tensors that it traces with.
