@@ -195,8 +195,7 @@ def test_the_log_has_only_the_operations_of_the_function(policy: Any, check: str
 def test_torchscript_that_is_optimized_between_the_runs_is_an_error_with_a_remedy() -> None:
     @torch.jit.script
     def product(x: Tensor, y: Tensor) -> Tensor:
-        z = x * y
-        return torch.tanh(z + x.sum(-1, keepdim=True) / (1 + y * y))
+        return torch.tanh(x * y + x.sum(-1, keepdim=True) / (1 + y * y))
 
     f = lambda x: product(numbers(), x).sin()
     with torch.jit.optimized_execution(False):

@@ -455,3 +455,9 @@ def test_views_made_under_no_grad(body: str, run: Callable) -> None:
     expected = outcome(plain)
     for policy in (None, policies.save_ops("aten.mul")):
         assert_same(outcome(lambda fn: remat(fn, policy=policy)), expected, exact=False)
+
+
+def test_a_derivative_by_a_view_made_under_no_grad_is_refused_under_grad() -> None:
+    fn = remat(lambda v, w: torch.autograd.grad((v * w).sin().sum(), [v, w], create_graph=True, allow_unused=True)[1])
+    with pytest.raises(RuntimeError, match="does not require grad"):  # plain torch has a derivative, None for the view
+        torch.func.grad(lambda w: fn(row(w), w[0]).sum())(rand(3, 3))
