@@ -35,7 +35,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = (
         interpreter = private.current_interpreter()
         return _RULES[interpreter.key().value](interpreter, region, operands, call, wanted)
     if region.uses_func and is_followed_by_autograd(operands) and not any(map(is_dual, operands)):
-        inputs = [t.detach().requires_grad_(t.requires_grad) for t in operands]
+        inputs = [t.detach().requires_grad_(is_in_graph(t)) for t in operands]
         outs = call.at_bottom(region, inputs, ())
         followed = {i: t for i, t in enumerate(inputs) if t.requires_grad}
         unread = followed.keys() - reached(outs, followed)
