@@ -82,7 +82,7 @@ class Call:
                 outs = self._first_under_hooks(region, inputs)
         self.orders_below = self.watch.orders_below
         if fits:
-            self.depends = [t.requires_grad for t in outs]
+            self.depends = [is_in_graph(t) for t in outs]
         if recorded and fits:  # else the results would have a history that the same program without remat hasn't
             own = operands[: len(root.inputs.operands)]  # without tangents, whose numbers may be those of cotangents
             followed = {i: t for i, t in enumerate(own) if is_in_graph(t)}
@@ -145,7 +145,7 @@ class Tape:
         self.inputs = inputs
         self.last = False  # only one more backward will run it
         # Edges, as the outputs themselves need not stay alive.
-        self.edges = [torch.autograd.graph.get_gradient_edge(t) if t.requires_grad else None for t in outs]
+        self.edges = [torch.autograd.graph.get_gradient_edge(t) if is_in_graph(t) else None for t in outs]
 
     def pull(self, pullback: Pullback) -> Pull:
         edges, heads = list(compress(self.edges, pullback.given)), list(compress(self.inputs, pullback.needs))

@@ -15,7 +15,7 @@ import torch
 
 from .._ambient.ambient import Ambient
 from .._core import private
-from .._core.tensors import as_leaf, chain, history, is_dual, is_recorded, requires_grad_somewhere
+from .._core.tensors import as_leaf, chain, history, is_dual, is_in_graph, is_recorded, requires_grad_somewhere
 from .._region.region import Run
 from ..errors import MutationError
 
@@ -49,7 +49,7 @@ class Graded(Derived):
         with private.grad_level() as level, private.allow_requires_grad(True):
             pairs = zip(lift(operands, self.lifted, level), self.mask)
             outs = self.inner.run([t.requires_grad_() if follows else t for t, follows in pairs], run)
-            self.depends = [t.requires_grad for t in outs]
+            self.depends = [is_in_graph(t) for t in outs]
             return [private.unwrap_grad(t, level) for t in outs]
 
 
@@ -173,7 +173,7 @@ class Pullback(Derived):
             pairs = zip(primals, self.needs)
             inputs = [t if not needs else t[...] if followed and t.requires_grad else as_leaf(t) for t, needs in pairs]
             given = compress(self.inner.run(inputs, run), self.given)
-            outs = [out if out.requires_grad else None for out in given]
+            outs = [out if is_in_graph(out) else None for out in given]
         heads = list(compress(inputs, self.needs))
 
         def pull(cotangents: Tensors) -> list:

@@ -198,7 +198,7 @@ class PlainNode(torch.autograd.Function):
         ctx.save_for_backward(*(None if i in ctx.held else t for i, t in enumerate(saved)))
         ctx.set_materialize_grads(False)
         results = tuple(t.detach() for t in outs)
-        ctx.mark_non_differentiable(*(r for r, t in zip(results, outs) if not t.requires_grad))
+        ctx.mark_non_differentiable(*(r for r, t in zip(results, outs) if not is_in_graph(t)))
         return results
 
     @staticmethod

@@ -136,8 +136,7 @@ def test_tensors_up_to_a_size_are_copied_before_the_region_changes_them(size: st
 
         def fn(x: Tensor, s: Tensor | None) -> Tensor:
             s = module.state if s is None else s
-            with torch.no_grad():
-                s.mul_(2)
+            torch.no_grad()(s.mul_)(2)
             x = x * s.sum().detach()
             return torch.func.grad(lambda x: x.sin().sum())(x) if starts_again else x.sin()
 
@@ -428,6 +427,7 @@ BODIES: dict[str, Callable[[Wrap], Callable]] = {
     "a region inside": lambda wrap: lambda v, w: wrap(lambda a: (a * w).tanh())(v).sin(),
     "a gradient inside": lambda wrap: lambda v, w: torch.autograd.grad((v * w).sin().sum(), w, create_graph=True)[0],
     "asks": lambda wrap: lambda v, w: (v * w).sin() if v.requires_grad and v.is_leaf else (v + w).cos(),
+    "returned": lambda wrap: lambda v, w: row((v * w)[None]),
 }
 
 
