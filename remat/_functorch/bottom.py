@@ -58,8 +58,13 @@ class Call:
 
     def guarded(self, operands: Tensors) -> list[torch.Tensor]:
         """The operands of a recompute, checked for changes, and as they were before the region changed them."""
-        first = zip(operands, self.operands, self.guards)
-        known = [guard.checked(t, before) if _is_same(t, before) else t for t, before, guard in first]
+        known = []
+        for t, before, guard in zip(operands, self.operands, self.guards):
+            if _is_same(t, before):
+                t = guard.checked(t, before)
+            elif guard.lost or guard.copy is not None:  # a tangent, whose number is another one in a derivative
+                raise MutationError(f"{guard.name} was changed in place by the region. Change a copy: `.clone()`.")
+            known.append(t)
         return [*known, *operands[len(known) :]]
 
     def _first(self, region: Any, operands: Tensors, wanted: Sequence[bool], recorded: bool) -> list:

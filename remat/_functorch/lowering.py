@@ -10,6 +10,7 @@ import torch
 from .._core import private
 from .._core.known import Known
 from .._core.state import own_work, state
+from .._core.tensors import is_dual
 from .._region.arguments import take_apart
 from .._region.error_context import with_region
 from .._region.hooks import is_hooks_refusal
@@ -66,7 +67,7 @@ def call(fn: Callable, options: Options, known: Known, args: tuple, kwargs: dict
 
 def _is_followed(tensor: torch.Tensor) -> bool:
     """Whether some transform or autograd follows a captured tensor, so that it must be an operand."""
-    return (content := private.unwrap_if_dead(tensor)).requires_grad or private.is_wrapped(content)
+    return (content := private.unwrap_if_dead(tensor)).requires_grad or private.is_wrapped(content) or is_dual(content)
 
 
 _CACHED = (

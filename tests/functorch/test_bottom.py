@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from both import ALL, RECOMPUTE, Fn, V, W, Wrap, X, Y, both, pushed, rows, summe
 from cases import SineAndCosine, assert_same, plain, rand, repeated
 from surroundings import assert_as_before, surroundings
 from torch import Tensor
-from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from remat import MutationError, RecomputeMismatchError, is_recomputing, policies, remat
 
@@ -77,13 +77,12 @@ def test_a_region_that_changes_its_argument_is_refused(transform: Callable) -> N
     """Plain torch.func allows it where the argument is an intermediate."""
     with pytest.raises(MutationError, match=r"was changed in place by the region, .*`\.clone\(\)`"):
         transform(lambda x: remat(lambda x: x.mul_(2).sin())(x.clone()).sum())(X)
+    silent = remat(lambda x: (torch.no_grad()(x.mul_)(2), x.sin())[1])
+    with pytest.raises(MutationError, match=r"derivative of argument x was changed in place by the region\. Change"):
+        jacfwd(transform(lambda x: silent(x.clone()).sum()))(X)
 
 
-@dataclass
-class Seen:
-    count: int
-
-
+Seen = make_dataclass("Seen", ["count"])
 CONTAINERS: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], Any]]] = {
     "list": (list, lambda seen, x: seen.append(x)),
     "dict in a list": (lambda: [{"n": 1}], lambda seen, x: seen[0].update(n=seen[0]["n"] + 1)),

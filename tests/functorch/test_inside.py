@@ -50,6 +50,7 @@ INSIDE: dict[str, Callable[[Wrap], Fn]] = {
     "grad(grad)": lambda wrap: wrap(grad(lambda x: grad(squares(f))(x).sin().sum())),
     "dual": lambda wrap: wrap(lambda x: by_dual(f, x * 1)[1].sin()),
     "dual, after grad": lambda wrap: wrap(lambda x: by_dual(f, grad(squares(f))(x))[1]),
+    "dual, captured": lambda wrap: lambda x: by_dual(lambda d: wrap(lambda x: grad(squares(f))(x) * d)(x), V)[1],
     "dual of forces": lambda wrap: wrap(lambda x: by_dual(forces(f), x * 1)[1] * x),
 }
 
