@@ -125,7 +125,7 @@ class Saver(RegionHooks):
         """What returns a tensor that needs no recompute: a view of an input, or an older tensor."""
         if (guard := self._known.get(id(base))) is not None:
             return Held(alias(tensor), guard) if guard.packed is None else None
-        if node is None:
+        if node is None and (base is None or (node := origin(base)[1]) is None):  # views made under `no_grad` have none
             return Held(tensor) if tensor.requires_grad else None
         # Each thread numbers its own nodes: a backward pass inside may have run in a device thread, and this thread may
         # have got an input from another one.

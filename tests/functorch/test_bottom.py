@@ -131,8 +131,7 @@ def test_an_argument_that_gets_a_tangent_is_refused() -> None:
 
 
 def pull_after(call: Callable, before: bool, change: Callable) -> None:
-    x = X.clone()
-    out, pull = vjp(call, x)
+    out, pull = vjp(call, x := X.clone())
     if before:
         pull(out)
     change(x)

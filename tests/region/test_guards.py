@@ -428,6 +428,7 @@ BODIES: dict[str, Callable[[Wrap], Callable]] = {
     "a gradient inside": lambda wrap: lambda v, w: torch.autograd.grad((v * w).sin().sum(), w, create_graph=True)[0],
     "asks": lambda wrap: lambda v, w: (v * w).sin() if v.requires_grad and v.is_leaf else (v + w).cos(),
     "returned": lambda wrap: lambda v, w: row((v * w)[None]),
+    "made inside": lambda wrap: lambda v, w: (v * w).sin() * row((w * 2)[None]),
 }
 
 
