@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._core import trees
 from ._core.state import alias
-from ._core.tensors import holder, parts
+from ._core.tensors import holder, is_in_graph, parts
 from ._measure.origins import Kind, Origins, SavedResidual, listing
 from ._measure.program import CALLS_BACKWARD, Program, check_surroundings
 from ._region.hooks import check_hooks_are_allowed, hooks_allowed, is_hooks_refusal
@@ -105,7 +105,7 @@ def _listed(program: Program, under_hooks: bool) -> list[SavedResidual]:
         hooks = saved_tensors_hooks(pack, lambda packed: packed) if under_hooks else nullcontext()
         with torch.enable_grad(), hooks, origins.records_names(), origins:
             leaves = trees.flatten(program.call_and_note(program.fn, operands))[0]
-            followed = [t for t in leaves if isinstance(t, torch.Tensor) and t.requires_grad]
+            followed = [t for t in leaves if isinstance(t, torch.Tensor) and is_in_graph(t)]
             graph = list(map(torch.autograd.graph.get_gradient_edge, followed))  # the result need not stay alive
             others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]  # may be objects with tensors
             del leaves, followed

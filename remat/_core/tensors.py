@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -159,12 +159,11 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span(tensor.shape, tensor.stride()),), (1,))
 
 
-def overlapping(tensors: dict[int, torch.Tensor]) -> set[int]:
-    """The numbers of the tensors that share memory with another one, or whose elements alternate with its."""
-    found: set[int] = set()
-    if len(tensors) < 2:
-        return found
+def overlapping(tensors: dict[int, torch.Tensor], others: Iterable[torch.Tensor]) -> set[int]:
+    """The numbers of those that are in the others' storages, or share memory, or whose elements alternate."""
+    storages = {holder(part) for tensor in others for part in parts(tensor)}
     extents = [(i, *_extent(part)) for i, tensor in tensors.items() for part in parts(tensor) if is_dense(part)]
+    found = {i for i, storage, *_ in extents if storage in storages}
     for (i, storage, start, stop), (j, other, begin, end) in itertools.combinations(extents, 2):
         if i != j and storage is other and max(start, begin) < min(stop, end):
             found |= {i, j}

@@ -63,7 +63,7 @@ class Call:
             if _is_same(t, before):
                 t = guard.checked(t, before)
             elif guard.lost or guard.copy is not None:  # a tangent, whose number is another one in a derivative
-                raise MutationError(f"{guard.name} was changed in place by the region. Change a copy: `.clone()`.")
+                raise MutationError("A region changes an input in place that has a tangent. Change a copy: `.clone()`.")
             known.append(t)
         return [*known, *operands[len(known) :]]
 

@@ -47,7 +47,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = (
             )
         # The node leads to what is read. In a recompute the rest requires grad all the same.
         read = [t.detach() if i in unread else t for i, t in enumerate(operands)]
-        return _separate(PlainNode.apply(region, call, outs, operands, *read))
+        return _separate(PlainNode.apply(region, call, outs, operands, *read), operands)
     return call.at_bottom(region, operands, wanted)
 
 
@@ -110,16 +110,16 @@ def _at_grad(interpreter: Any, region: Any, operands: Tensors, call: Call, wante
     operands = [t if private.level_of(t) == level else private.wrap_grad(t, level) for t in operands]
     with private.single_level_functions_allowed():
         outs = RegionNode.apply(region, call, level, wanted, *operands)  # type: ignore[attr-defined]
-    return list(outs) if isinstance(region, Pullback) else _separate(outs)
+    return list(outs) if isinstance(region, Pullback) else _separate(outs, operands)
 
 
-def _separate(outs: Tensors) -> list:
-    """Let autograd refuse to change a node's result in place if the derivative of another one had to follow.
+def _separate(outs: Tensors, operands: Tensors) -> list:
+    """Let autograd refuse to change a node's result in place if the derivative of another tensor had to follow.
 
-    Results of a node are no views of each other, whatever memory they share. No operation may change one of the views
-    that an operation with several results makes. Gradients are left alone: they are no views without a region either.
+    Results of a node are no views of each other or of operands, whatever memory they share. No operation may change one
+    of the views that an operation with several results makes. Gradients are no views without a region either.
     """
-    shared = overlapping({i: t for i, t in enumerate(outs) if t.requires_grad})
+    shared = overlapping({i: t for i, t in enumerate(outs) if t.requires_grad}, operands)
     return [t.unsqueeze(0).unbind()[0] if i in shared else t for i, t in enumerate(outs)]
 
 

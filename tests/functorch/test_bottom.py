@@ -78,7 +78,7 @@ def test_a_region_that_changes_its_argument_is_refused(transform: Callable) -> N
     with pytest.raises(MutationError, match=r"was changed in place by the region, .*`\.clone\(\)`"):
         transform(lambda x: remat(lambda x: x.mul_(2).sin())(x.clone()).sum())(X)
     silent = remat(lambda x: (torch.no_grad()(x.mul_)(2), x.sin())[1])
-    with pytest.raises(MutationError, match=r"derivative of argument x was changed in place by the region\. Change"):
+    with pytest.raises(MutationError, match=r"changes an input in place that has a tangent\. Change a copy"):
         jacfwd(transform(lambda x: silent(x.clone()).sum()))(X)
 
 
@@ -150,12 +150,11 @@ def test_an_argument_that_is_changed_before_the_pullback(level: Callable, before
 def test_another_tensor_that_is_changed_before_the_pullback(sparse: bool) -> None:
     """A captured one, which may be sparse, or a tangent."""
     w = W.to_sparse() if sparse else W.clone()
-    change = lambda _: w.mul_(2)
     with pytest.raises(MutationError, match="closure variable 'w'"):
-        pull_after(remat(lambda x: (w @ x).sin()), False, change)
+        pull_after(remat(lambda x: (w @ x).sin()), False, lambda _: w.mul_(2))
     if not sparse:
         with pytest.raises(MutationError, match="the derivative of argument"):
-            pull_after(lambda x: jvp(remat(torch.sin), (x,), (w,))[1], False, change)
+            pull_after(lambda x: jvp(remat(torch.sin), (x,), (w,))[1], False, lambda _: w.mul_(2))
 
 
 @pytest.mark.parametrize(("name", "again"), [*((name, False) for name in EVERY), *((name, True) for name in REPEATED)])

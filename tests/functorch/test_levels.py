@@ -250,6 +250,11 @@ def test_a_result_that_shares_memory_with_another_one_may_not_change(transform: 
         assert transform in ONCE or before == "sin"
 
 
+def test_a_view_of_an_argument_that_a_region_returns_may_not_change() -> None:
+    with pytest.raises(RuntimeError, match="replace the inplace operation by an out-of-place one"):
+        grad(lambda x: (remat(lambda h: h[:])(h := x * 1).mul_(V), h.sin().sum())[1])(V)
+
+
 @pytest.mark.parametrize("case", SEPARATE)
 @pytest.mark.parametrize("transform", ["grad", "vmap(grad)", "grad(grad)", "autograd", "autograd(grad)"])
 def test_another_result_may_change(transform: str, case: str) -> None:
