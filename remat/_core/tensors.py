@@ -159,7 +159,7 @@ def memory(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((span(tensor.shape, tensor.stride()),), (1,))
 
 
-def overlapping(tensors: dict[int, torch.Tensor], others: Iterable[torch.Tensor]) -> set[int]:
+def overlapping(tensors: dict[int, torch.Tensor], others: Iterable[torch.Tensor] = ()) -> set[int]:
     """The numbers of those that are in the others' storages, or share memory, or whose elements alternate."""
     storages = {holder(part) for tensor in others for part in parts(tensor)}
     extents = [(i, *_extent(part)) for i, tensor in tensors.items() for part in parts(tensor) if is_dense(part)]
