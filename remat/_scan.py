@@ -268,8 +268,7 @@ class Loop(NamedTuple):
 
     def _split(self, xs: Tensors, sizes: list[int]) -> Sequence[Tensors]:
         """Split into the entries for each segment, by a single operation, whose gradient is a single operation too."""
-        parts = zip(*(leaf.split(sizes[self.order])[self.order] for leaf in xs))
-        return list(parts) or [()] * len(sizes)
+        return list(zip(*(leaf.split(sizes[self.order])[self.order] for leaf in xs))) or [()] * len(sizes)
 
 
 class Trees:

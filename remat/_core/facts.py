@@ -30,6 +30,9 @@ class Facts:
             self.writes = [(3, "running_mean"), (4, "running_var")]
         if torch.Tag.inplace_view in tags or name == "aten::record_stream":
             self.writes = []  # the one changes only shape and strides, the other only informs the allocator
+        if self.writes and name.startswith("aten::_foreach_"):  # torch doesn't count versions of lists in a mode
+            count: Any = torch.autograd.graph.increment_version
+            self.run = lambda *args, **kwargs: (func(*args, **kwargs), count(self.written(args, kwargs)))[0]
         self.makes_nothing = name.startswith(("aten::empty", "aten::new_empty"))
         # It reads only the shape, dtype and device of its arguments.
         self.reads_nothing = name.startswith("aten::new_") or name.endswith("_like")

@@ -215,8 +215,7 @@ class Pair(Policy):
             )
         if a is None or b is None:
             return None
-        decisive = b if both_must_save else a
-        return b if decisive is RECOMPUTE else a
+        return b if (b if both_must_save else a) is RECOMPUTE else a
 
 
 _REMEDIES = {

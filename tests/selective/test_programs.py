@@ -134,6 +134,7 @@ def square(fn: Fn, name: str | None = None, dtype: torch.dtype = torch.float64, 
 ALONE = {"func": False, "jvp": False, "vmap": False}
 OF_COMPLEX: Any = {"dtype": torch.complex128, "jvp": False}
 MORE = (
+    square(lambda x: then(h := x @ W, v := h[:], torch._foreach_mul_([h], 2.0), v.sin()), "foreach in place", **ALONE),
     square(lambda z: then(h := z.exp(), named(h.conj()), (h * 2).sin().abs()), "conjugate named", **OF_COMPLEX),
     square(
         lambda z: then(h := z @ COMPLEX, g := h * 1, h.conj().mul_(2 + 1j), (g.sin() * h.sin()).abs()),
