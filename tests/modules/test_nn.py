@@ -11,7 +11,7 @@ from cases import assert_same
 from torch import Tensor, nn
 
 import remat.nn
-from remat import PolicyError, RematError, policies
+from remat import PolicyError, RecomputeMismatchError, RematError, policies
 
 pytestmark = pytest.mark.usefixtures("collector_off")
 
@@ -85,8 +85,10 @@ def test_a_second_apply_replaces_the_options() -> None:
 
 
 def test_undo_makes_all_calls_plain_again() -> None:
-    model = remat.nn.apply(made(), (Model, Block, nn.Linear))
+    loss = (model := remat.nn.apply(made(), (Model, Block, nn.Linear)))(X).square().sum()
     remat.nn.undo(model.blocks[2])
+    with pytest.raises(RecomputeMismatchError):
+        loss.backward()  # of regions inside of regions, of which some are undone
     check(model, made(), [False] * 4 + [True] * 7)  # the model and three blocks are recomputed
     assert remat.nn.undo(model) is model and remat.nn.undo(model) is model
     assert changed(model) == []
@@ -103,11 +105,10 @@ def test_undo_makes_all_calls_plain_again() -> None:
 
 @pytest.mark.parametrize("change", [remat.nn.undo, lambda m: remat.nn.apply(m, (Model, Block, nn.Linear))])
 def test_changes_between_forward_and_backward_have_no_effect_on_that_backward(change: Callable) -> None:
-    model, plain = remat.nn.apply(made(), Block), made()
-    loss = model(X).square().sum()
+    loss = (model := remat.nn.apply(made(), Block))(X).square().sum()
     change(model)
     loss.backward()
-    assert_same([p.grad for p in model.parameters()], step(plain))
+    assert_same([p.grad for p in model.parameters()], step(made()))
 
 
 WRONG: list[tuple[Any, dict, type, str]] = [
