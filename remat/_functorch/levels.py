@@ -39,7 +39,7 @@ def apply(region: Any, operands: Tensors, call: Call, wanted: Sequence[bool] = (
         outs = call.at_bottom(region, inputs, ())
         followed = {i: t for i, t in enumerate(inputs) if t.requires_grad}
         unread = followed.keys() - reached(outs, followed)
-        outside = {} if region is region.root else {i: t for i, t in enumerate(operands) if is_in_graph(t)}
+        outside = {} if region is region.root else {i: operands[i] for i in followed}
         for i in reached(outs, outside):
             raise RematError(
                 f"A derivative of a region that calls torch.func reads {region.root.inputs.name(i)} in a hook or a "

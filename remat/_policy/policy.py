@@ -215,7 +215,7 @@ class Pair(Policy):
             )
         if a is None or b is None:
             return None
-        return b if (b if both_must_save else a) is RECOMPUTE else a
+        return b if both_must_save or a is RECOMPUTE else a
 
 
 _REMEDIES = {
